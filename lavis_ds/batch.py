@@ -1,0 +1,100 @@
+"""What travels from the data to the model: a `Sample` is one encoded example, a `Batch` is one micro-batch.
+
+Shapes: B rows, T tokens a row, N images, Q tokens an image, S a sample's own length.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+"""Label of a token that is no target (the value of PyTorch's cross-entropy and of Hugging Face)."""
+
+PREFIX_SEGMENT = 0
+"""Segment of tokens that every later segment of the row may attend to."""
+
+PADDING_SEGMENT = -1
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One encoded example, on the CPU.
+
+    Attributes:
+        id: unique within the run; named in every message about the sample.
+        input_ids: (S,) int64; image positions hold a filler id that the model replaces.
+        labels: (S,) int64, equal to `input_ids` where the token is a target, else `IGNORE_INDEX`. The first is never one.
+        position_ids: (S,) int64.
+        segment_ids: (S,) int64, or None where the whole sample is one causal sequence. A token attends to earlier tokens
+            of its own segment and of `PREFIX_SEGMENT`.
+        images: (n, 3, H, W) uint8, in order of appearance; n may be 0.
+        image_index: (n * Q,) int64, the positions in `input_ids` that the images' tokens fill, in order.
+        references: what evaluation compares with (answer text, question type, ...); not used in training.
+    """
+
+    id: str
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    images: Tensor
+    image_index: Tensor
+    segment_ids: Tensor | None = None
+    references: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of a rank.
+
+    Attributes:
+        input_ids: (B, T) int64, padded.
+        labels: (B, T) int64, `IGNORE_INDEX` on padding, prompts and fillers; not shifted.
+        position_ids: (B, T) int64.
+        attention_mask: (B, T) bool, True on real tokens.
+        segment_ids: (B, T) int64 or None; see `Sample`. `PADDING_SEGMENT` on padding.
+        images: (N, 3, H, W) uint8 with N >= 1: every micro-batch makes exactly one vision call, so a batch without
+            images carries one blank image, whose tokens fill nothing. None where the model has no vision part.
+        image_index: (M,) int64, flat positions in (B * T) filled by the images' tokens in order; M = N * Q, or 0.
+        target_index: (K,) int64, flat positions in (B * T) whose next token is a target; K >= 1 (a filler where the
+            batch has no target).
+        num_targets: number of target tokens; what the loss is divided by, summed over the global batch.
+        num_tokens: number of real tokens.
+        num_samples: number of samples, fillers left out.
+        sample_ids: ids of the rows' samples, fillers left out.
+        references: one entry a row, or None.
+    """
+
+    input_ids: Tensor
+    labels: Tensor
+    position_ids: Tensor
+    attention_mask: Tensor
+    images: Tensor | None
+    image_index: Tensor
+    target_index: Tensor
+    num_targets: int
+    num_tokens: int
+    num_samples: int
+    sample_ids: tuple[str, ...]
+    segment_ids: Tensor | None = None
+    references: tuple[dict[str, Any] | None, ...] | None = None
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(B, T)."""
+        return self.input_ids.shape[0], self.input_ids.shape[1]
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with its tensors on `device` (asynchronously from pinned memory)."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        """Called by PyTorch's DataLoader; makes the copy to the GPU asynchronous."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def _map(self, function: Any) -> Batch:
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: function(t) for name, t in tensors.items() if isinstance(t, Tensor)})

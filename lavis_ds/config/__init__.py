@@ -1,0 +1,1 @@
+"""From files and `--options` to checked, typed, frozen configuration objects. No torch is imported here."""

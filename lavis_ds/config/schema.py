@@ -1,0 +1,196 @@
+"""The three blocks of a run, `model:`, `datasets:` and `run:`, and the options that every kind of part has."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from lavis_ds import registry
+from lavis_ds.config.base import ComponentOf, Config, LocalPath, NamedConfig
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+Names = Annotated[list[str], BeforeValidator(_as_list)]
+"""A list of names; a single one may be written without brackets."""
+
+Paths = Annotated[list[LocalPath], BeforeValidator(_as_list)]
+
+Interval = Literal["epoch"] | Annotated[int, Field(ge=1)]
+"""How often: a number of optimizer steps, or `epoch`."""
+
+
+class ModelConfig(Config):
+    """Options that every model has."""
+
+    arch: str = Field(description="registered name of the model")
+    model_type: str | None = Field(None, description="named defaults, read from configs/models/<arch>/<model_type>.yaml")
+    pretrained: LocalPath | None = Field(
+        None, description="weights to start from: a checkpoint folder of an earlier run, or its weights folder"
+    )
+    freeze: Names = Field(
+        default_factory=list, description="what does not train: names of parts (vision, ...) or patterns such as language.layers.0.*"
+    )
+    max_txt_len: int = Field(512, ge=8, description="longest sample in tokens, image tokens included")
+
+
+class ProcessorConfig(NamedConfig):
+    """Options that every processor has."""
+
+
+class ProcessorsConfig(Config):
+    """The processor used in training and the one used in evaluation (the same where only one is given)."""
+
+    train: Annotated[ProcessorConfig, ComponentOf(registry.processors)] = Field(description="processor of training splits")
+    eval: Annotated[ProcessorConfig, ComponentOf(registry.processors)] = Field(description="processor of evaluation")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_for_both(cls, value: Any) -> Any:
+        if isinstance(value, str) or (isinstance(value, dict) and "name" in value):
+            return {"train": value, "eval": value}
+        if isinstance(value, dict) and "train" in value and "eval" not in value:
+            return {**value, "eval": value["train"]}
+        return value
+
+
+class ImageProcessorsConfig(ProcessorsConfig):
+    """As above for pictures; evaluation resizes to the training size, without augmentation, where nothing else is said."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _eval_without_augmentation(cls, value: Any) -> Any:
+        if isinstance(value, dict) and isinstance(value.get("train"), dict) and "eval" not in value:
+            size = {key: value["train"][key] for key in ("image_size",) if key in value["train"]}
+            return {**value, "eval": {"name": "image_eval", **size}}
+        return value
+
+
+class DatasetConfig(Config):
+    """Options that every dataset builder has."""
+
+    builder: str = Field(description="registered name of the builder; the entry's own name where it is left out")
+    annotations: dict[str, Paths] = Field(default_factory=dict, description="split name -> annotation file or files")
+    image_root: LocalPath | None = Field(None, description="folder that image paths are relative to")
+    vis_processor: ImageProcessorsConfig | None = Field(None, description="turns a picture into pixels; left out for text-only data")
+    text_processor: ProcessorsConfig = Field(
+        default_factory=lambda: ProcessorsConfig.model_validate("chat"), description="turns a conversation into token ids and labels"
+    )
+
+
+class TaskConfig(NamedConfig):
+    """Options that every task has."""
+
+
+class RunnerConfig(NamedConfig):
+    """Options that every runner has."""
+
+
+class OptimizerConfig(Config):
+    """Optimizer settings besides the learning rate."""
+
+    name: Literal["adamw"] = Field("adamw", description="AdamW (Loshchilov & Hutter, https://arxiv.org/abs/1711.05101)")
+    betas: tuple[float, float] = Field((0.9, 0.999), description="decay rates of the two moment averages")
+    eps: float = Field(1e-8, gt=0, description="added to the denominator")
+
+
+class ParamGroupConfig(Config):
+    """Settings of the parameters that a pattern selects; what is left out stays as in `run`."""
+
+    lr: float | None = Field(None, ge=0, description="peak learning rate of these parameters")
+    weight_decay: float | None = Field(None, ge=0, description="weight decay of these parameters")
+
+
+class RunConfig(Config):
+    """How to train: the only owner of batch size, learning rate, precision and clipping."""
+
+    task: Annotated[TaskConfig, ComponentOf(registry.tasks)] = Field(
+        default="instruct", validate_default=True, description="registered name of the task, or a mapping with `name` and its options"
+    )
+    runner: Annotated[RunnerConfig, ComponentOf(registry.runners)] = Field(
+        default="train", validate_default=True, description="registered name of the training loop"
+    )
+    engine: Literal["deepspeed", "torch"] = Field("deepspeed", description="what computes and updates; torch is the plain reference")
+    output_dir: LocalPath = Field(default="output", validate_default=True, description="run folders are made in here")
+    seed: int = Field(42, ge=0, description="seed of initialisation, data order and augmentation")
+    train_splits: Names = Field(default_factory=lambda: ["train"], description="splits trained on")
+    valid_splits: Names = Field(default_factory=list, description="splits evaluated during training")
+    test_splits: Names = Field(default_factory=list, description="splits evaluated after training")
+    evaluate: bool = Field(False, description="only evaluate, do not train")
+
+    max_epoch: int | None = Field(None, ge=1, description="passes over the training data")
+    max_steps: int | None = Field(None, ge=1, description="optimizer steps; use this or max_epoch")
+    stop_at_step: int | None = Field(None, ge=1, description="save and stop after this step with exit code 75; schedules still run to the end")
+
+    global_batch_size: int | None = Field(None, ge=1, description="samples an optimizer step, over all ranks and micro-batches")
+    batch_size_train: int | None = Field(None, ge=1, description="samples in a micro-batch of one rank")
+    accum_grad_iters: int | None = Field(None, ge=1, description="micro-batches a rank accumulates before an optimizer step")
+    batch_size_eval: int = Field(8, ge=1, description="samples in an evaluation batch of one rank")
+
+    precision: Literal["fp32", "bf16", "fp16"] = Field("bf16", description="number format of the forward and backward pass")
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="optimizer settings besides the learning rate")
+    init_lr: float = Field(1e-4, gt=0, description="peak learning rate")
+    min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the schedule")
+    warmup_lr: float = Field(0.0, ge=0, description="learning rate at step 0 of the warm-up")
+    warmup_steps: int | None = Field(None, ge=0, description="optimizer steps of warm-up; this or warmup_ratio")
+    warmup_ratio: float | None = Field(None, ge=0, lt=1, description="warm-up as a share of all optimizer steps")
+    lr_sched: str = Field("cosine", description="registered learning-rate schedule")
+    weight_decay: float = Field(0.05, ge=0, description="weight decay of matrices; vectors (biases, norms) have none")
+    param_groups: dict[str, ParamGroupConfig] = Field(
+        default_factory=dict, description="part or pattern -> its own lr or weight_decay; the first that matches counts"
+    )
+    grad_clip: float | None = Field(1.0, gt=0, description="largest global gradient norm; null switches clipping off")
+
+    num_workers: int = Field(2, ge=0, description="data-loading processes a rank")
+    log_every: int = Field(10, ge=1, description="optimizer steps between console lines; metrics.jsonl gets every step")
+    log_sample_ids: bool = Field(False, description="write every step's sample ids to metrics.jsonl")
+    observers: Names = Field(
+        default_factory=lambda: ["console", "jsonl", "tensorboard", "report"], description="who watches the run: console, jsonl, tensorboard, wandb, report"
+    )
+    eval_every: Interval | None = Field(None, description="optimizer steps between evaluations of valid_splits, or `epoch`")
+    save_every: Interval | None = Field("epoch", description="optimizer steps between checkpoints, or `epoch`; the end is always saved")
+    keep_last: int = Field(2, ge=1, description="complete checkpoints kept")
+    resume_ckpt_path: LocalPath | None = Field(None, description="checkpoint to resume from; `--resume` takes its place")
+    dist_timeout_s: int = Field(600, ge=10, description="seconds after which a collective that a rank did not join ends the run")
+    deepspeed_config: dict[str, Any] | LocalPath = Field(
+        default_factory=dict, description="DeepSpeed's own settings (zero_optimization, ...), inline or a JSON file"
+    )
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> RunConfig:
+        if self.max_epoch is not None and self.max_steps is not None:
+            raise ValueError(f"max_epoch ({self.max_epoch}) and max_steps ({self.max_steps}) are both given; keep one")
+        if self.max_epoch is None and self.max_steps is None and not self.evaluate:
+            raise ValueError("neither max_epoch nor max_steps is given; set one")
+        if self.warmup_steps is not None and self.warmup_ratio is not None:
+            raise ValueError(f"warmup_steps ({self.warmup_steps}) and warmup_ratio ({self.warmup_ratio}) are both given; keep one")
+        if self.batch_size_train is None and self.global_batch_size is None:
+            raise ValueError("neither batch_size_train nor global_batch_size is given; set one")
+        if self.min_lr > self.init_lr:
+            raise ValueError(f"min_lr ({self.min_lr}) is larger than init_lr ({self.init_lr})")
+        registry.lr_schedulers.entry(self.lr_sched)
+        return self
+
+
+class RootConfig(Config):
+    """One run."""
+
+    plugins: Names = Field(default_factory=list, description="Python files or modules that register a project's own parts")
+    model: Annotated[ModelConfig, ComponentOf(registry.models)] = Field(description="what is trained")
+    datasets: dict[str, Annotated[DatasetConfig, ComponentOf(registry.builders)]] = Field(min_length=1, description="what it learns from")
+    run: RunConfig = Field(description="how it is trained")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _entry_name_is_builder(cls, value: Any) -> Any:
+        """An entry of `datasets` that names no builder uses the builder of its own name, as in LAVIS."""
+        if not isinstance(value, dict) or not isinstance(value.get("datasets"), dict):
+            return value
+        datasets = {
+            name: {"builder": name, **(entry or {})} if isinstance(entry, dict) or entry is None else entry
+            for name, entry in value["datasets"].items()
+        }
+        return {**value, "datasets": datasets}

@@ -1,0 +1,1 @@
+"""Vision encoders, projectors, language models, and the models composed of them."""

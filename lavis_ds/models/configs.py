@@ -1,0 +1,128 @@
+"""Options of the built-in models and their parts. No torch here, so that a configuration is checked in no time."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from lavis_ds import registry
+from lavis_ds.config.base import ComponentOf, LocalPath, NamedConfig
+from lavis_ds.config.schema import ModelConfig
+
+
+class VisionEncoderConfig(NamedConfig):
+    """Options that every vision encoder has."""
+
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
+
+
+class TimmViTConfig(VisionEncoderConfig):
+    """A Vision Transformer of timm, by name or by shape."""
+
+    name: str = "timm_vit"
+    model_name: str = Field("vit_base_patch16_224", description="timm model name; its statistics normalise the pixels")
+    image_size: int = Field(224, ge=1, description="height and width of the pictures, in pixels")
+    pretrained: bool = Field(False, description="load timm's weights for model_name (from its hub or cache)")
+    weights: LocalPath | None = Field(None, description="safetensors or .pth file to load instead")
+    model_args: dict[str, Any] = Field(default_factory=dict, description="arguments of timm's model, such as patch_size, embed_dim, depth, num_heads")
+    drop_path_rate: float = Field(0.0, ge=0, lt=1, description="stochastic depth rate")
+    select_layer: int = Field(-1, description="block whose output is used, counted as in Python; -1 is the last")
+    final_norm: bool = Field(True, description="apply the encoder's own final layer norm")
+    layer_norm: bool = Field(False, description="add a layer norm of its own after the encoder (BLIP-2's ln_vision)")
+    select_tokens: Literal["patch", "all"] = Field("patch", description="patch tokens only, or with class and register tokens")
+
+
+class HFVisionConfig(VisionEncoderConfig):
+    """A vision tower of transformers (CLIP, SigLIP, DINOv2, ...) from a hub id or folder, or by shape."""
+
+    name: str = "hf_vision"
+    path: str | None = Field(None, description="hub id or local folder with config.json and weights")
+    config: dict[str, Any] | None = Field(None, description="config.json's content, with model_type: random weights of this shape")
+    image_size: int | None = Field(None, ge=1, description="height and width in pixels; the model's own where left out")
+    select_layer: int = Field(-1, description="hidden state used, counted as in Python; -1 is the last")
+    select_tokens: Literal["patch", "all"] = Field("patch", description="patch tokens only, or with the class token")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> HFVisionConfig:
+        if (self.path is None) == (self.config is None):
+            raise ValueError("give either `path` (a hub id or folder) or `config` (a shape with random weights)")
+        return self
+
+
+class ProjectorConfig(NamedConfig):
+    """Options that every projector has."""
+
+
+class LinearProjectorConfig(ProjectorConfig):
+    """One linear layer."""
+
+    name: str = "linear"
+
+
+class MLPProjectorConfig(ProjectorConfig):
+    """Linear layers with GELU between (LLaVA-1.5), optionally merging neighbouring patches first (pixel shuffle)."""
+
+    name: str = "mlp"
+    depth: int = Field(2, ge=1, description="number of linear layers")
+    merge_size: int = Field(1, ge=1, description="merge squares of this many patches a side into one token")
+
+
+class QFormerProjectorConfig(ProjectorConfig):
+    """BLIP-2's Q-Former with learned queries, and a linear layer to the language model."""
+
+    name: str = "qformer"
+    num_query_tokens: int = Field(32, ge=1, description="tokens an image becomes")
+    num_hidden_layers: int = Field(12, ge=1, description="transformer layers")
+    hidden_size: int = Field(768, ge=1, description="width")
+    num_attention_heads: int = Field(12, ge=1, description="attention heads")
+    intermediate_size: int = Field(3072, ge=1, description="width of the feed-forward layers")
+    cross_attention_frequency: int = Field(2, ge=1, description="every n-th layer looks at the image")
+    dropout: float = Field(0.1, ge=0, lt=1, description="dropout probability of hidden states and attention")
+
+
+class LanguageModelConfig(NamedConfig):
+    """Options that every language model has."""
+
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
+
+
+class HFCausalLMConfig(LanguageModelConfig):
+    """Any causal language model of transformers, from a hub id or folder, or by shape."""
+
+    name: str = "hf_causal_lm"
+    path: str | None = Field(None, description="hub id or local folder with config.json, weights and tokenizer")
+    config: dict[str, Any] | None = Field(None, description="config.json's content, with model_type: random weights of this shape")
+    tokenizer: str | None = Field(None, description="hub id or folder of the tokenizer; that of `path` where left out")
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field("auto", description="attention kernel; auto is sdpa")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> HFCausalLMConfig:
+        if (self.path is None) == (self.config is None):
+            raise ValueError("give either `path` (a hub id or folder) or `config` (a shape with random weights)")
+        if self.path is None and self.tokenizer is None:
+            raise ValueError("`tokenizer` must be given, since `config` names no folder that holds one")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("`config` must hold `model_type`, such as qwen3")
+        return self
+
+
+class VlmConfig(ModelConfig):
+    """A vision encoder, a projector and a language model."""
+
+    arch: str = "vlm"
+    vision: Annotated[VisionEncoderConfig, ComponentOf(registry.vision_encoders)] = Field(description="pixels to patch features")
+    projector: Annotated[ProjectorConfig, ComponentOf(registry.projectors)] = Field(description="patch features to tokens")
+    language: Annotated[LanguageModelConfig, ComponentOf(registry.language_models)] = Field(description="the language model")
+
+
+class MiniGPT4QwenConfig(VlmConfig):
+    """EVA-CLIP ViT-g, Q-Former and linear layer, Qwen (MiniGPT4Qwen, https://github.com/Coobiw/MPP-LLaVA)."""
+
+    arch: str = "minigpt4qwen"
+
+
+class LlavaQwenConfig(VlmConfig):
+    """CLIP or SigLIP, two-layer MLP, Qwen (LLaVA-1.5, https://arxiv.org/abs/2310.03744)."""
+
+    arch: str = "llava_qwen"
