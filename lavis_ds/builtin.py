@@ -44,7 +44,6 @@ def declare() -> None:
         ("cosine", "cosine"),
         ("linear_warmup_cosine_lr", "cosine"),
         ("linear_warmup_cosine_lr_step-wise", "cosine"),
-        ("linear_warmup_step_lr", "step"),
         ("constant_lr", "constant"),
     ]:
         r.lr_schedulers.declare(name, f"lavis_ds.optim.schedules:{function}", "lavis_ds.config.base:Config")

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from lavis_ds import registry
 from lavis_ds.config.base import ComponentOf, Config, LocalPath, NamedConfig
+from lavis_ds.errors import RegistryError
 
 
 def _as_list(value: Any) -> Any:
@@ -18,6 +19,9 @@ Names = Annotated[list[str], BeforeValidator(_as_list)]
 """A list of names; a single one may be written without brackets."""
 
 Paths = Annotated[list[LocalPath], BeforeValidator(_as_list)]
+
+PresetName = Annotated[str, Field(pattern=r"^\w+$")]
+"""The name of a file in configs/deepspeed, without ending: `zero3`."""
 
 Interval = Literal["epoch"] | Annotated[int, Field(ge=1)]
 """How often: a number of optimizer steps, or `epoch`."""
@@ -32,7 +36,7 @@ class ModelConfig(Config):
         None, description="weights to start from: a checkpoint folder of an earlier run, or its weights folder"
     )
     freeze: Names = Field(
-        default_factory=list, description="what does not train: names of parts (vision, ...) or patterns such as language.layers.0.*"
+        default_factory=list, description="what does not train: names of parts (vision, ...) or patterns such as language.*.layers.0.*"
     )
     max_txt_len: int = Field(512, ge=8, description="longest sample in tokens, image tokens included")
 
@@ -155,8 +159,11 @@ class RunConfig(Config):
     keep_last: int = Field(2, ge=1, description="complete checkpoints kept")
     resume_ckpt_path: LocalPath | None = Field(None, description="checkpoint to resume from; `--resume` takes its place")
     dist_timeout_s: int = Field(600, ge=10, description="seconds after which a collective that a rank did not join ends the run")
-    deepspeed_config: dict[str, Any] | LocalPath = Field(
-        default_factory=dict, description="DeepSpeed's own settings (zero_optimization, ...), inline or a JSON file"
+    deepspeed_config: dict[str, Any] | PresetName | LocalPath = Field(
+        default_factory=dict,
+        union_mode="left_to_right",
+        description="DeepSpeed's own settings: the name of a preset (zero0 ... zero3, zero2_offload, zero3_offload), a JSON file, "
+        "or a mapping, with `preset` where it starts from one",
     )
 
     @model_validator(mode="after")
@@ -171,7 +178,10 @@ class RunConfig(Config):
             raise ValueError("neither batch_size_train nor global_batch_size is given; set one")
         if self.min_lr > self.init_lr:
             raise ValueError(f"min_lr ({self.min_lr}) is larger than init_lr ({self.init_lr})")
-        registry.lr_schedulers.entry(self.lr_sched)
+        try:
+            registry.lr_schedulers.entry(self.lr_sched)
+        except RegistryError as error:
+            raise ValueError(f"lr_sched: {error}") from None
         return self
 
 
@@ -182,15 +192,3 @@ class RootConfig(Config):
     model: Annotated[ModelConfig, ComponentOf(registry.models)] = Field(description="what is trained")
     datasets: dict[str, Annotated[DatasetConfig, ComponentOf(registry.builders)]] = Field(min_length=1, description="what it learns from")
     run: RunConfig = Field(description="how it is trained")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _entry_name_is_builder(cls, value: Any) -> Any:
-        """An entry of `datasets` that names no builder uses the builder of its own name, as in LAVIS."""
-        if not isinstance(value, dict) or not isinstance(value.get("datasets"), dict):
-            return value
-        datasets = {
-            name: {"builder": name, **(entry or {})} if isinstance(entry, dict) or entry is None else entry
-            for name, entry in value["datasets"].items()
-        }
-        return {**value, "datasets": datasets}

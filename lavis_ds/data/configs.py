@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from lavis_ds.config.base import LocalPath
-from lavis_ds.config.schema import DatasetConfig, ProcessorConfig
+from lavis_ds.config.schema import DatasetConfig, Names, ProcessorConfig
 
 
 class ImageProcessorConfig(ProcessorConfig):
@@ -20,10 +20,20 @@ class ImageTrainConfig(ImageProcessorConfig):
     """Random crop and flips for training."""
 
     name: str = "image_train"
-    min_scale: float = Field(0.5, gt=0, le=1, description="smallest share of the picture's area that a random crop keeps; 1 keeps all of it")
-    max_scale: float = Field(1.0, gt=0, le=1, description="largest share of the picture's area that a random crop keeps")
-    horizontal_flip: bool = Field(False, description="mirror left-right half of the time; wrong where answers mention left and right")
+    min_scale: float = Field(
+        0.5, gt=0, le=1, description="smallest share of the area that a random crop keeps; 1 keeps all of it"
+    )
+    max_scale: float = Field(1.0, gt=0, le=1, description="largest share of the area that a random crop keeps")
+    horizontal_flip: bool = Field(
+        False, description="mirror left-right half of the time; wrong where answers say left or right"
+    )
     vertical_flip: bool = Field(False, description="mirror up-down half of the time")
+
+    @model_validator(mode="after")
+    def _scales_in_order(self) -> ImageTrainConfig:
+        if self.min_scale > self.max_scale:
+            raise ValueError(f"min_scale ({self.min_scale}) is larger than max_scale ({self.max_scale})")
+        return self
 
 
 class ImageEvalConfig(ImageProcessorConfig):
@@ -43,9 +53,17 @@ class ChatConfig(ProcessorConfig):
     )
     turns: Literal["conversation", "independent"] = Field(
         "conversation",
-        description="independent: every question with its answer sees the picture but not the other questions (many questions, one picture)",
+        description="independent: every question with its answer sees the pictures but not the other questions",
     )
     shuffle_turns: bool = Field(False, description="with independent turns: draw their order anew every epoch")
+
+    @model_validator(mode="after")
+    def _check_combinations(self) -> ChatConfig:
+        if self.turns == "independent" and self.train_on != "assistant":
+            raise ValueError(f"turns: independent learns every answer; train_on must be assistant, not {self.train_on}")
+        if self.shuffle_turns and self.turns != "independent":
+            raise ValueError("shuffle_turns needs turns: independent; the turns of a conversation build on each other")
+        return self
 
 
 class MiniGPT4QwenJsonConfig(DatasetConfig):
@@ -64,7 +82,9 @@ class EasyVQAConfig(DatasetConfig):
     """easy-VQA (https://github.com/vzhou842/easy-VQA): coloured shapes, 13 answers; splits train, val and test."""
 
     builder: str = "easy_vqa"
-    root: LocalPath | None = Field(None, description="folder that holds train/ and test/; that of the installed package where left out")
+    root: LocalPath | None = Field(
+        None, description="folder that holds train/ and test/; the installed package's where left out"
+    )
     num_val_images: int = Field(0, ge=0, description="pictures taken from the end of train to make the split `val`")
 
 
@@ -72,5 +92,7 @@ class EmojiConfig(DatasetConfig):
     """Emoji pictures with their names, from npm's emoji-datasource packages."""
 
     builder: str = "emoji"
-    root: LocalPath = Field(description="folder that holds emoji.json and one folder of PNG files for each style")
-    styles: dict[str, list[str]] = Field(description="split name -> styles, such as train: [google, twitter]")
+    root: LocalPath = Field(description="folder with emoji.json and, for each style, <style>/ or img/<style>/64/")
+    styles: dict[str, Names] = Field(min_length=1, description="split name -> styles, such as train: [google, twitter]")
+    question: str = Field("What is this emoji?", min_length=1, description="what the user asks about every picture")
+    max_emoji: int | None = Field(None, ge=1, description="use only the first so many emoji; all where left out")

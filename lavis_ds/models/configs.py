@@ -21,16 +21,28 @@ class TimmViTConfig(VisionEncoderConfig):
     """A Vision Transformer of timm, by name or by shape."""
 
     name: str = "timm_vit"
-    model_name: str = Field("vit_base_patch16_224", description="timm model name; its statistics normalise the pixels")
+    model_name: str = Field("vit_base_patch16_224", description="timm model name; its mean and std normalise pixels")
     image_size: int = Field(224, ge=1, description="height and width of the pictures, in pixels")
     pretrained: bool = Field(False, description="load timm's weights for model_name (from its hub or cache)")
     weights: LocalPath | None = Field(None, description="safetensors or .pth file to load instead")
-    model_args: dict[str, Any] = Field(default_factory=dict, description="arguments of timm's model, such as patch_size, embed_dim, depth, num_heads")
+    model_args: dict[str, Any] = Field(
+        default_factory=dict, description="arguments of timm's model, such as patch_size, embed_dim, depth, num_heads"
+    )
     drop_path_rate: float = Field(0.0, ge=0, lt=1, description="stochastic depth rate")
-    select_layer: int = Field(-1, description="block whose output is used, counted as in Python; -1 is the last")
+    select_layer: int = Field(
+        -1, description="block whose output is used, counted as in Python; -1 is the last; later blocks are not built"
+    )
     final_norm: bool = Field(True, description="apply the encoder's own final layer norm")
     layer_norm: bool = Field(False, description="add a layer norm of its own after the encoder (BLIP-2's ln_vision)")
-    select_tokens: Literal["patch", "all"] = Field("patch", description="patch tokens only, or with class and register tokens")
+    select_tokens: Literal["patch", "all"] = Field(
+        "patch", description="patch tokens only, or with class and register tokens"
+    )
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TimmViTConfig:
+        if self.pretrained and self.weights is not None:
+            raise ValueError("`pretrained: true` and `weights` are both given; keep one")
+        return self
 
 
 class HFVisionConfig(VisionEncoderConfig):
@@ -38,15 +50,24 @@ class HFVisionConfig(VisionEncoderConfig):
 
     name: str = "hf_vision"
     path: str | None = Field(None, description="hub id or local folder with config.json and weights")
-    config: dict[str, Any] | None = Field(None, description="config.json's content, with model_type: random weights of this shape")
+    config: dict[str, Any] | None = Field(
+        None, description="config.json's content, with model_type: random weights of this shape"
+    )
     image_size: int | None = Field(None, ge=1, description="height and width in pixels; the model's own where left out")
-    select_layer: int = Field(-1, description="hidden state used, counted as in Python; -1 is the last")
-    select_tokens: Literal["patch", "all"] = Field("patch", description="patch tokens only, or with the class token")
+    select_layer: int = Field(
+        -1, description="hidden state used, as in Python: 0 is the embeddings, -1 the last; later layers are not built"
+    )
+    final_norm: bool = Field(False, description="apply the tower's own final layer norm to that hidden state")
+    select_tokens: Literal["patch", "all"] = Field(
+        "patch", description="patch tokens only, or with class and register tokens"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> HFVisionConfig:
         if (self.path is None) == (self.config is None):
             raise ValueError("give either `path` (a hub id or folder) or `config` (a shape with random weights)")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("`config` must hold `model_type`, such as siglip_vision_model")
         return self
 
 
@@ -92,9 +113,13 @@ class HFCausalLMConfig(LanguageModelConfig):
 
     name: str = "hf_causal_lm"
     path: str | None = Field(None, description="hub id or local folder with config.json, weights and tokenizer")
-    config: dict[str, Any] | None = Field(None, description="config.json's content, with model_type: random weights of this shape")
+    config: dict[str, Any] | None = Field(
+        None, description="config.json's content, with model_type: random weights of this shape"
+    )
     tokenizer: str | None = Field(None, description="hub id or folder of the tokenizer; that of `path` where left out")
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field("auto", description="attention kernel; auto is sdpa")
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
+        "auto", description="attention kernel; auto is sdpa"
+    )
 
     @model_validator(mode="after")
     def _one_source(self) -> HFCausalLMConfig:
@@ -111,9 +136,15 @@ class VlmConfig(ModelConfig):
     """A vision encoder, a projector and a language model."""
 
     arch: str = "vlm"
-    vision: Annotated[VisionEncoderConfig, ComponentOf(registry.vision_encoders)] = Field(description="pixels to patch features")
-    projector: Annotated[ProjectorConfig, ComponentOf(registry.projectors)] = Field(description="patch features to tokens")
-    language: Annotated[LanguageModelConfig, ComponentOf(registry.language_models)] = Field(description="the language model")
+    vision: Annotated[VisionEncoderConfig, ComponentOf(registry.vision_encoders)] = Field(
+        description="pixels to patch features"
+    )
+    projector: Annotated[ProjectorConfig, ComponentOf(registry.projectors)] = Field(
+        description="patch features to tokens"
+    )
+    language: Annotated[LanguageModelConfig, ComponentOf(registry.language_models)] = Field(
+        description="the language model"
+    )
 
 
 class MiniGPT4QwenConfig(VlmConfig):

@@ -7,14 +7,49 @@ B rows, T tokens a row.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
 from lavis_ds.models.configs import LanguageModelConfig, ProjectorConfig, VisionEncoderConfig
 
 
-class VisionEncoder(nn.Module, ABC):
+class Part(nn.Module):
+    """What every part of a model shares.
+
+    Attributes:
+        sourced: its submodules whose weights came from a source of the part's own (a hub id, folder or file), so that a
+            weights folder of the whole model may leave them out.
+    """
+
+    sourced: tuple[str, ...] = ()
+
+    def train_frozen(self) -> None:
+        """Enter the mode of a part that is wholly frozen while others train: no dropout, no stochastic depth."""
+        self.eval()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Engines cast whole modules to bf16; float32 constants (pixel statistics, rotary frequencies) stay as they are.
+
+        In bf16 the rounded frequencies alone turn position 1000 by more than a radian.
+        """
+        constants = [
+            (module, name, buffer)
+            for module in self.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and buffer.dtype == torch.float32 and name in module._non_persistent_buffers_set
+        ]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for module, name, buffer in constants:
+            moved = module._buffers[name]
+            if moved is not None and moved.dtype != torch.float32:
+                module._buffers[name] = buffer.to(moved.device)
+        return self
+
+
+class VisionEncoder(Part, ABC):
     """Pixels (N, 3, H, W) uint8 -> features (N, P, Dv). Normalises with its own statistics.
 
     Attributes:
@@ -32,7 +67,7 @@ class VisionEncoder(nn.Module, ABC):
     def forward(self, images_N3HW: Tensor) -> Tensor: ...
 
 
-class Projector(nn.Module, ABC):
+class Projector(Part, ABC):
     """Features (N, P, Dv) -> tokens (N, Q, Dl).
 
     Built as `Projector(config, vision_hidden_size=Dv, language_hidden_size=Dl)`.
@@ -45,13 +80,17 @@ class Projector(nn.Module, ABC):
 
     @abstractmethod
     def num_tokens(self, num_patches: int) -> int:
-        """Q for an image of P = `num_patches` tokens."""
+        """Q for an image of P = `num_patches` tokens.
+
+        Raises:
+            ConfigError: images of P tokens can't be projected.
+        """
 
     @abstractmethod
     def forward(self, features_NPDv: Tensor) -> Tensor: ...
 
 
-class LanguageModel(nn.Module, ABC):
+class LanguageModel(Part, ABC):
     """Token embeddings -> hidden states -> logits.
 
     Attributes:
@@ -73,8 +112,8 @@ class LanguageModel(nn.Module, ABC):
     def forward(self, embeds_BTDl: Tensor, position_ids_BT: Tensor, segment_ids_BT: Tensor | None = None) -> Tensor:
         """Embeddings -> hidden states (B, T, Dl) before the output layer.
 
-        Causal attention; rows are padded on the right, so padding needs no mask. With `segment_ids_BT` a token attends to
-        earlier tokens of its own segment and of `lavis_ds.batch.PREFIX_SEGMENT` only.
+        Causal attention; rows are padded on the right, so padding needs no mask; positions count on through it. With
+        `segment_ids_BT` a token attends only to earlier tokens of its own segment and of `lavis_ds.batch.PREFIX_SEGMENT`.
         """
 
     @abstractmethod

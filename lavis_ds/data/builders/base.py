@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from lavis_ds.config.schema import DatasetConfig
 from lavis_ds.data.conversation import Conversation
+from lavis_ds.errors import ConfigError, did_you_mean
 
 
 class DatasetBuilder(ABC):
@@ -35,3 +36,16 @@ class DatasetBuilder(ABC):
         Raises:
             DataError: a file is missing or is not of the format; the message names file, item and field.
         """
+
+    def check_split(self, split: str) -> None:
+        """Raises:
+        ConfigError: the dataset has no such split; those it has are named.
+        """
+        known = self.splits()
+        if split not in known:
+            raise ConfigError(
+                f"the dataset {self.name!r} has no split {split!r}.",
+                where=f"datasets.{self.name}",
+                expected=f"one of {', '.join(known)}" if known else "`annotations` with a file for each split",
+                hint=did_you_mean(split, known),
+            )

@@ -67,6 +67,11 @@ class TextProcessor(ABC):
     def prompt(self, conversation: Conversation, images: Tensor) -> Sample:
         """Encode all turns up to the last assistant turn, ready to be continued; labels are all `IGNORE_INDEX`."""
 
+    @property
+    @abstractmethod
+    def stop_ids(self) -> tuple[int, ...]:
+        """Ids that end a generated answer."""
+
     @abstractmethod
     def decode(self, ids: list[int]) -> str:
         """Generated ids -> the answer's text, cut at the end of the turn."""

@@ -1,0 +1,198 @@
+"""One entry for every command: `lavis-ds X ...`, and `scripts/X.py ...` for launchers. Heavy imports wait until needed."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import lavis_ds
+from lavis_ds.errors import ConfigError, LavisError
+
+Command = Callable[[argparse.Namespace], int]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Argument errors look like every other error."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}.", where=f"{self.prog}", hint=f"See `{self.prog} --help`.")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command-line interface."""
+    root = _Parser(prog="lavis-ds", description="Train vision-language models with DeepSpeed.")
+    root.add_argument("--version", action="version", version=lavis_ds.__version__)
+    commands = root.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=_Parser)
+
+    train = _add(commands, "train", _train, "train a model; under deepspeed or torchrun use scripts/train.py")
+    _add_config(train)
+    train.add_argument("--resume", metavar="auto|none|DIR", help="continue from the newest complete checkpoint, or from DIR")
+    train.add_argument("--job-id", metavar="NAME", help="name of the run folder in run.output_dir; a time stamp if left out")
+    train.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers add it
+
+    evaluate = _add(commands, "evaluate", _evaluate, "score a checkpoint on a split")
+    _add_config(evaluate, required=False)
+    evaluate.add_argument("--checkpoint", metavar="DIR", required=True, help="checkpoint folder, or a run folder for its newest one")
+    evaluate.add_argument("--split", help="split to evaluate; run.test_splits if left out")
+    evaluate.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+
+    generate = _add(commands, "generate", _generate, "ask a trained model about a picture")
+    generate.add_argument("--checkpoint", metavar="DIR", required=True, help="checkpoint folder, or a run folder for its newest one")
+    generate.add_argument("--prompt", required=True, help="what to ask")
+    generate.add_argument("--image", action="append", default=[], metavar="FILE", help="picture; may be given several times")
+    generate.add_argument("--max-new-tokens", type=int, default=64, help="longest answer, in tokens")
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token each time")
+
+    show = _add(commands, "show-config", _show_config, "print the resolved configuration, or every key with its meaning")
+    _add_config(show, required=False)
+    show.add_argument("--help-keys", action="store_true", help="print every key with type, default and meaning")
+
+    listing = _add(commands, "list", _list, "print the registered names")
+    listing.add_argument("kind", nargs="?", help="models, builders, tasks, processors, runners, lr_schedulers, ...; all if left out")
+    listing.add_argument("--plugin", action="append", default=[], metavar="FILE", help="also list what this file or module registers")
+
+    report = _add(commands, "report", _report, "write one HTML page for a run, or several compared")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
+    report.add_argument("--output", metavar="FILE", help="where to write it; report.html in the first run folder if left out")
+    return root
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Returns the exit code: 0 done, 2 the input is wrong, 75 stopped and resumable, 1 anything else."""
+    debug = "--debug" in (sys.argv if arguments is None else arguments)
+    try:
+        parsed = parser().parse_args(arguments)
+        command: Command = parsed.run
+        return command(parsed)
+    except LavisError as error:
+        if debug:
+            traceback.print_exc()
+        elif _speaks():
+            print(f"\n{_rank_prefix()}error: {error}\n", file=sys.stderr)
+        return error.exit_code
+
+
+def script(command: str) -> NoReturn:
+    """What `scripts/<command>.py` calls."""
+    _exit(_guarded([command, *sys.argv[1:]]))
+
+
+def entry_point() -> NoReturn:
+    """What the installed `lavis-ds` calls."""
+    _exit(_guarded(None))
+
+
+def _guarded(arguments: Sequence[str] | None) -> int:
+    """As `main`, with 1 for whatever nobody foresaw."""
+    try:
+        return main(arguments)
+    except KeyboardInterrupt:
+        return 130
+    except Exception:
+        traceback.print_exc()
+        return 1
+
+
+def _exit(code: int) -> NoReturn:
+    """Leave at once after a failure in a process group: waiting for ranks that wait for this one would hang."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code not in (0, 75) and _in_process_group():
+        os._exit(code)
+    sys.exit(code)
+
+
+def _in_process_group() -> bool:
+    distributed = sys.modules.get("torch.distributed")
+    return distributed is not None and distributed.is_available() and distributed.is_initialized()
+
+
+def _speaks() -> bool:
+    """Before the ranks have met, all find the same mistake and one tells; afterwards each tells its own."""
+    return _in_process_group() or os.environ.get("RANK", "0") == "0"
+
+
+def _rank_prefix() -> str:
+    return f"[rank {os.environ['RANK']}] " if _in_process_group() and os.environ.get("WORLD_SIZE", "1") != "1" else ""
+
+
+def _add(commands: "argparse._SubParsersAction[_Parser]", name: str, run: Command, text: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    command.set_defaults(run=run)
+    command.add_argument("--debug", action="store_true", help="print the traceback of an error")
+    return command
+
+
+def _add_config(command: argparse.ArgumentParser, *, required: bool = True) -> None:
+    command.add_argument("--cfg", "--cfg-path", metavar="FILE", required=required, help="the project's YAML file")
+    command.add_argument(
+        "--options", "--cfg-options", nargs="*", action="extend", default=[], metavar="KEY=VALUE", help="overrides, such as run.init_lr=1e-4"
+    )
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from lavis_ds.runners.launch import train
+
+    return train(arguments.cfg, arguments.options, job_id=arguments.job_id, resume=arguments.resume)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from lavis_ds.runners.launch import evaluate
+
+    return evaluate(arguments.checkpoint, arguments.cfg, arguments.options, split=arguments.split)
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    from lavis_ds.runners.generate import generate
+
+    answer = generate(
+        arguments.checkpoint, arguments.prompt, arguments.image, max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature
+    )
+    print(answer)
+    return 0
+
+
+def _show_config(arguments: argparse.Namespace) -> int:
+    from lavis_ds.config import load, reference
+
+    if arguments.help_keys:
+        print(reference.text())
+        return 0
+    if arguments.cfg is None:
+        raise ConfigError("--cfg FILE or --help-keys is needed.", where="lavis-ds show-config")
+    loaded = load.load(arguments.cfg, arguments.options)
+    for notice in loaded.notices:
+        print(f"# {notice}")
+    print(load.to_yaml(loaded.config), end="")
+    return 0
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from lavis_ds import plugins, registry
+    from lavis_ds.errors import did_you_mean
+
+    plugins.load_all({"plugins": arguments.plugin}, Path.cwd())
+    if arguments.kind is not None and arguments.kind not in registry.KINDS:
+        hint = did_you_mean(arguments.kind, registry.KINDS)
+        raise ConfigError("there is no such kind of part.", where="lavis-ds list", given=arguments.kind, expected=f"one of {', '.join(registry.KINDS)}", hint=hint)
+    for kind, parts in registry.KINDS.items():
+        if arguments.kind in (None, kind):
+            print(f"{kind}:" if arguments.kind is None else "", end="\n" if arguments.kind is None else "")
+            for entry in parts:
+                print(f"  {entry.name:<36} {entry.target}")
+    return 0
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from lavis_ds.runners.report import write_report
+
+    print(write_report([Path(run) for run in arguments.runs], Path(arguments.output) if arguments.output else None))
+    return 0

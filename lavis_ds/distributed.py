@@ -1,0 +1,117 @@
+"""Ranks and the few collectives the loop needs. Works the same under `deepspeed`, `torchrun` and plain `python`."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from lavis_ds.errors import ConfigError
+
+ObjectT = TypeVar("ObjectT")
+
+
+def global_rank() -> int:
+    """Rank among all processes, known before anything is initialised."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_world_size() -> int:
+    """Processes on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or world_size())
+
+
+def is_main() -> bool:
+    return global_rank() == 0
+
+
+def device() -> torch.device:
+    """This rank's GPU, or the CPU where there is none."""
+    return torch.device("cuda", local_rank()) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def initialize(timeout_s: int) -> None:
+    """Join the process group (NCCL on GPUs, gloo on CPUs). A single process without a launcher forms a group of one.
+
+    Args:
+        timeout_s: seconds after which a collective that a rank did not join ends the run.
+
+    Raises:
+        ConfigError: more ranks than GPUs on this machine.
+    """
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    if torch.cuda.is_available():
+        if local_rank() >= torch.cuda.device_count():
+            raise ConfigError(
+                f"local rank {local_rank()} has no GPU of its own.",
+                given=f"{local_world_size()} ranks on a machine with {torch.cuda.device_count()} GPUs",
+                hint="Start as many ranks as there are GPUs (--num_gpus, --nproc_per_node).",
+            )
+        torch.cuda.set_device(local_rank())
+    else:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size()))
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=timeout_s))
+
+
+def shutdown() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier() -> None:
+    if world_size() > 1:
+        dist.barrier()
+
+
+def sum_over_ranks(values: Sequence[float]) -> list[float]:
+    """Element-wise sums over all ranks, in float64, so that counts stay exact."""
+    if world_size() == 1:
+        return list(values)
+    tensor = torch.tensor(values, dtype=torch.float64, device=device())
+    dist.all_reduce(tensor)
+    return [float(value) for value in tensor.tolist()]
+
+
+def any_rank(flag: bool) -> bool:
+    """True on every rank where it is true on at least one."""
+    return sum_over_ranks([float(flag)])[0] > 0
+
+
+def broadcast_object(value: ObjectT) -> ObjectT:
+    """Rank 0's value, on every rank."""
+    if world_size() == 1:
+        return value
+    box = [value]
+    dist.broadcast_object_list(box, src=0, device=device())
+    return box[0]
+
+
+def gather_objects(value: ObjectT) -> list[ObjectT]:
+    """Every rank's value, by rank, on every rank."""
+    if world_size() == 1:
+        return [value]
+    values: list[ObjectT | None] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values  # type: ignore[return-value]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

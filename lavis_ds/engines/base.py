@@ -1,0 +1,90 @@
+"""What a training loop needs of whatever computes gradients, shards them and updates weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from lavis_ds.batch import Batch
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """Outcome of one optimizer step, the same on every rank.
+
+    Attributes:
+        grad_norm: global L2 norm of the gradient before clipping; infinite where it was not finite.
+        applied: False where the gradient was not finite and the weights were left alone.
+    """
+
+    grad_norm: float
+    applied: bool
+
+
+class Engine(Protocol):
+    """One model, its optimizer and its shards on one rank.
+
+    Attributes:
+        name: what the user wrote in `run.engine`.
+        module: the model; call the engine itself for a forward pass with gradients.
+        device: where batches belong.
+        data_parallel_size: ranks that see different data.
+        data_parallel_rank: this rank among them.
+        is_sharded: True where a rank holds only a part of each parameter (ZeRO-3), so that every rank must run the same
+            submodules the same number of times.
+    """
+
+    name: str
+    module: nn.Module
+    device: torch.device
+    data_parallel_size: int
+    data_parallel_rank: int
+    is_sharded: bool
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, ...]:
+        """The model's forward pass."""
+        ...
+
+    def micro_batch(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Context of one micro-batch's forward and backward pass; `is_last` marks the last one before `step`."""
+        ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a scalar, divided by the number of ranks and by nothing else."""
+        ...
+
+    def step(self, lr: float) -> StepResult:
+        """Clip and update. `lr` is the schedule's value; a parameter group scales it by its own `lr_scale`."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Write everything an exact continuation needs. Called on all ranks; the folder exists and is empty."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote.
+
+        Raises:
+            CheckpointError: files are missing or belong to another layout.
+        """
+        ...
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and persistent buffer, whole, one at a time, by name. All ranks must iterate to the end."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What a checkpoint's manifest says of the layout (engine, ranks, ZeRO stage, precision)."""
+        ...
+
+
+def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Buffers that belong to the weights, by name."""
+    saved = module.state_dict(keep_vars=True).keys()
+    yield from ((name, buffer) for name, buffer in module.named_buffers() if name in saved)

@@ -1,0 +1,98 @@
+"""Plain PyTorch: DistributedDataParallel and AdamW. The reference that DeepSpeed is compared with."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from lavis_ds import distributed
+from lavis_ds.batch import Batch
+from lavis_ds.config.schema import RunConfig
+from lavis_ds.engines.ds_config import BatchPlan
+from lavis_ds.engines.base import StepResult, persistent_buffers
+from lavis_ds.errors import CheckpointError, ConfigError
+from lavis_ds.optim.adamw import adamw, scale_learning_rates
+
+_STATE_FILE = "torch_engine.pt"
+
+
+class TorchEngine:
+    """See `lavis_ds.engines.base.Engine`. bf16 is autocast over float32 weights; fp16 is left to DeepSpeed.
+
+    Args:
+        module: the model, on the CPU.
+        groups: parameter groups with `lr_scale` and `weight_decay`.
+        run: the `run:` block.
+        plan: not needed here; every engine is built alike.
+
+    Raises:
+        ConfigError: fp16 is asked for.
+    """
+
+    name = "torch"
+    is_sharded = False
+
+    def __init__(self, module: nn.Module, groups: list[dict[str, Any]], run: RunConfig, plan: BatchPlan) -> None:
+        if run.precision == "fp16":
+            raise ConfigError("the torch engine has no loss scaling.", where="run.precision", given="fp16", hint="Use bf16, or run.engine=deepspeed.")
+        self.device = distributed.device()
+        self.data_parallel_size, self.data_parallel_rank = distributed.world_size(), distributed.global_rank()
+        self.module = module.to(self.device)
+        self._precision = run.precision
+        self._grad_clip = run.grad_clip
+        self._optimizer = adamw(groups, run)
+        self._forward: nn.Module = self.module
+        if self.data_parallel_size > 1:
+            devices = [self.device] if self.device.type == "cuda" else None
+            self._forward = DistributedDataParallel(self.module, device_ids=devices, broadcast_buffers=False)
+
+    def __call__(self, batch: Batch) -> tuple[Tensor, ...]:
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._precision == "bf16"):
+            outputs: tuple[Tensor, ...] = self._forward(batch)
+        return outputs
+
+    def micro_batch(self, *, is_last: bool) -> contextlib.AbstractContextManager[None]:
+        """Gradients are exchanged in the last micro-batch only."""
+        if is_last or not isinstance(self._forward, DistributedDataParallel):
+            return contextlib.nullcontext()
+        return self._forward.no_sync()
+
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
+
+    def step(self, lr: float) -> StepResult:
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        applied = bool(norm.isfinite())
+        if applied:
+            if self._grad_clip is not None:
+                torch.nn.utils.clip_grads_with_norm_(parameters, self._grad_clip, norm)
+            scale_learning_rates(self._optimizer, lr)
+            self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return StepResult(float(norm) if applied else float("inf"), applied)
+
+    def save(self, folder: Path) -> None:
+        if self.data_parallel_rank == 0:
+            torch.save({"module": self.module.state_dict(), "optimizer": self._optimizer.state_dict()}, folder / _STATE_FILE)
+
+    def load(self, folder: Path) -> None:
+        path = folder / _STATE_FILE
+        if not path.is_file():
+            raise CheckpointError("this holds no state of the torch engine.", where=str(folder), hint="Was it written by run.engine=deepspeed?")
+        state = torch.load(path, map_location=self.device, weights_only=True)
+        self.module.load_state_dict(state["module"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        yield from self.module.named_parameters()
+        yield from persistent_buffers(self.module)
+
+    def describe(self) -> dict[str, Any]:
+        return {"engine": self.name, "data_parallel_size": self.data_parallel_size, "precision": self._precision}

@@ -1,0 +1,97 @@
+"""What a model is to the rest of the framework: built from options, made of parts, some of them frozen."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Self
+
+from torch import Tensor, nn
+
+from lavis_ds.batch import Batch
+from lavis_ds.config.schema import ModelConfig
+from lavis_ds.models.parts import Part
+from lavis_ds.models.patterns import parameters_of
+from lavis_ds.models.weights import load_weights
+
+
+class Model(nn.Module, ABC):
+    """Subclass, set `Config`, register with `@registry.register_model("name")`.
+
+    Attributes:
+        config: its options, an instance of `Config`.
+    """
+
+    Config: ClassVar[type[ModelConfig]] = ModelConfig
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.config = config
+
+    @classmethod
+    def from_config(cls, config: ModelConfig) -> Self:
+        """The model with the weights its options name, frozen as they say, in training mode, float32 on the CPU.
+
+        Raises:
+            ConfigError: parts do not fit each other, or `freeze` names nothing.
+            CheckpointError: weights are missing or do not fit.
+        """
+        model = cls(config)
+        if config.pretrained is not None:
+            load_weights(model, config.pretrained)
+        model.freeze(config.freeze)
+        return model.train()
+
+    @abstractmethod
+    def forward(self, batch: Batch) -> tuple[Tensor, ...]:
+        """(sum of token losses, number of right targets, ...): float32 scalars in a tuple, which DeepSpeed can walk."""
+
+    @abstractmethod
+    def generate(self, batch: Batch, **options: Any) -> Tensor:
+        """Continue a left-padded batch of prompts; new ids only (B, T_new). Options as in transformers' generate."""
+
+    @property
+    @abstractmethod
+    def tokenizer(self) -> Any:
+        """The language model's Hugging Face tokenizer."""
+
+    @property
+    @abstractmethod
+    def tokens_per_image(self) -> int:
+        """Q, the places that a picture takes among the tokens."""
+
+    @property
+    @abstractmethod
+    def image_size(self) -> int:
+        """Height and width of the pictures, in pixels."""
+
+    def parts(self) -> dict[str, nn.Module]:
+        """Name -> part, in order; the names are the first component of parameter names."""
+        return dict(self.named_children())
+
+    def freeze(self, patterns: list[str]) -> None:
+        """Switch training off for parts, modules or patterns of parameters.
+
+        Raises:
+            ConfigError: one of them matches nothing.
+        """
+        parameters = dict(self.named_parameters())
+        for pattern in patterns:
+            for name in parameters_of(self, pattern, "model.freeze"):
+                parameters[name].requires_grad_(False)
+
+    def train(self, mode: bool = True) -> Self:
+        """As in PyTorch, but wholly frozen parts, and their wholly frozen submodules, stay without dropout."""
+        super().train(mode)
+        for part in self.parts().values():
+            if mode and isinstance(part, Part) and is_frozen(part):
+                part.train_frozen()
+            elif mode:
+                for module in part.children():
+                    module.train(not is_frozen(module))
+        return self
+
+
+def is_frozen(module: nn.Module) -> bool:
+    """Whether the module has parameters and none of them trains."""
+    parameters = list(module.parameters())
+    return bool(parameters) and not any(p.requires_grad for p in parameters)

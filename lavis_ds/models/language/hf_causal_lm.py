@@ -1,0 +1,139 @@
+"""Causal language models of transformers: Qwen, Llama, SmolLM and others with full attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lavis_ds import registry
+from lavis_ds.errors import ConfigError
+from lavis_ds.models import hub
+from lavis_ds.models.configs import HFCausalLMConfig
+from lavis_ds.models.language.segments import attention_mask
+from lavis_ds.models.parts import LanguageModel
+
+_WHERE = "model.language"
+
+
+@registry.register_language_model("hf_causal_lm")
+class HFCausalLM(LanguageModel):
+    """Decoder and output layer of a Hugging Face model, used apart, and its tokenizer.
+
+    Only whole modules are called (embedding, decoder, output layer), never their weights: under ZeRO-3 a weight exists
+    only while the module that owns it runs.
+
+    Raises:
+        ConfigError: the tokenizer has more entries than the model has rows, or the model can't be used here.
+        CheckpointError: the folder or hub id holds no model, no weights or no tokenizer.
+    """
+
+    Config = HFCausalLMConfig
+
+    def __init__(self, config: HFCausalLMConfig) -> None:
+        super().__init__()
+        self.tokenizer = hub.load_tokenizer(config.tokenizer or str(config.path), f"{_WHERE}.tokenizer")
+        self._attention = "sdpa" if config.attention == "auto" else config.attention
+        self.lm: Any = self._build(config)
+        self.sourced = ("lm",) if config.path else ()
+        self.hidden_size = int(self.lm.get_input_embeddings().embedding_dim)
+        self.vocab_size = int(self.lm.get_output_embeddings().weight.shape[0])
+        self._check()
+        if config.gradient_checkpointing:
+            self.lm.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def embed(self, input_ids_BT: Tensor) -> Tensor:
+        embeds_BTDl: Tensor = self.lm.get_input_embeddings()(input_ids_BT)
+        return embeds_BTDl
+
+    def forward(self, embeds_BTDl: Tensor, position_ids_BT: Tensor, segment_ids_BT: Tensor | None = None) -> Tensor:
+        mask_B1TT = None
+        if segment_ids_BT is not None:
+            self._check_segments()
+            additive = embeds_BTDl.dtype if self._attention == "eager" else None
+            mask_B1TT = attention_mask(segment_ids_BT, additive)
+        output = self.lm.get_decoder()(
+            inputs_embeds=embeds_BTDl, position_ids=position_ids_BT, attention_mask=mask_B1TT, use_cache=False
+        )
+        hidden_BTDl: Tensor = output.last_hidden_state
+        return hidden_BTDl
+
+    def logits(self, hidden_KDl: Tensor) -> Tensor:
+        logits_KV: Tensor = self.lm.get_output_embeddings()(hidden_KDl)
+        return logits_KV
+
+    @torch.no_grad()
+    def generate(self, embeds_BTDl: Tensor, attention_mask_BT: Tensor, **options: Any) -> Tensor:
+        """See `LanguageModel.generate`. Greedy unless `do_sample` says otherwise; rows that ended are padded."""
+        settings = {"do_sample": False, "pad_token_id": _pad_id(self.tokenizer), **options}
+        if not settings["do_sample"]:  # a model's own sampling defaults would raise warnings
+            settings |= {"temperature": None, "top_p": None, "top_k": None}
+        if self.lm.generation_config.eos_token_id is None:
+            settings.setdefault("eos_token_id", self.tokenizer.eos_token_id)
+        ids_BT: Tensor = self.lm.generate(
+            inputs_embeds=embeds_BTDl, attention_mask=attention_mask_BT.long(), **settings
+        )
+        return ids_BT
+
+    def train_frozen(self) -> None:
+        """As every part, but activations are still recomputed: the gradient passes through on its way to other parts.
+
+        transformers recomputes only in layers in training mode, so these stay in it; their submodules do not.
+        """
+        super().train_frozen()
+        for module in self.modules():
+            if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
+                module.training = True
+
+    def _build(self, config: HFCausalLMConfig) -> Any:
+        try:
+            if config.path is not None:
+                return hub.load_model(
+                    AutoModelForCausalLM, config.path, f"{_WHERE}.path", attn_implementation=self._attention
+                )
+            tokenizer = self.tokenizer
+            shape = hub.config_of_shape(
+                config.config or {},
+                f"{_WHERE}.config",
+                vocab_size=len(tokenizer),
+                bos_token_id=tokenizer.bos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+                pad_token_id=None,
+            )
+            factory: Any = AutoModelForCausalLM
+            return factory.from_config(shape, dtype=torch.float32, attn_implementation=self._attention)
+        except (ImportError, ValueError) as error:
+            text = " ".join(str(error).split())
+            raise ConfigError(f"this language model can't be built: {text[:300]}.", where=_WHERE) from error
+
+    def _check(self) -> None:
+        rows = min(self.vocab_size, int(self.lm.get_input_embeddings().num_embeddings))
+        if len(self.tokenizer) > rows:
+            raise ConfigError(
+                f"the tokenizer has {len(self.tokenizer)} entries and the model {rows} rows.",
+                where=f"{_WHERE}.tokenizer",
+                hint="Use the model's own tokenizer, or (with `config`) leave vocab_size out.",
+            )
+        # The whole model's forward pass, which is not what runs here, would change the output layer's result by these.
+        for key, neutral in (("final_logit_softcapping", None), ("logits_scaling", 1), ("logit_scale", 1)):
+            if getattr(self.lm.config, key, neutral) not in (neutral, None):
+                raise ConfigError(
+                    f"a {self.lm.config.model_type} scales its logits ({key}), which is not supported.", where=_WHERE
+                )
+
+    def _check_segments(self) -> None:
+        kinds = set(getattr(self.lm.config, "layer_types", None) or ["full_attention"])
+        if self._attention == "flash_attention_2" or kinds != {"full_attention"}:
+            raise ConfigError(
+                "independent questions need the attention kernel sdpa or eager, and full attention in every layer.",
+                where=f"{_WHERE}.attention",
+                given=f"{self._attention}, {', '.join(sorted(kinds))}",
+                hint="Set attention to sdpa, or `turns: conversation` in the text processor.",
+            )
+
+
+def _pad_id(tokenizer: Any) -> int:
+    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)

@@ -1,0 +1,84 @@
+"""Which parameters train, with which learning rate and weight decay."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import nn
+
+from lavis_ds.config.schema import RunConfig
+from lavis_ds.errors import ConfigError
+from lavis_ds.models.patterns import matching, parameters_of
+
+Parameters = dict[str, nn.Parameter]
+
+
+def param_groups(model: nn.Module, run: RunConfig) -> list[dict[str, Any]]:
+    """Groups for a PyTorch optimizer, of trainable parameters only, in an order that depends on the options alone.
+
+    Keys: `params`; `name`; `lr`, the group's peak learning rate; `lr_scale`, that divided by `run.init_lr`, which the
+    schedule's value is multiplied with; `weight_decay`. Vectors (biases, norms) have no weight decay, whatever is set.
+
+    Raises:
+        ConfigError: a pattern of `run.param_groups` selects no trainable parameter, or nothing trains at all.
+    """
+    trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not trainable:
+        raise ConfigError("every parameter is frozen; there is nothing to train.", where="model.freeze")
+    rest, groups = dict(trainable), []
+    for pattern, options in run.param_groups.items():
+        where = f"run.param_groups.{pattern}"
+        selected = matching(pattern, parameters_of(model, pattern, where))
+        chosen = {name: rest.pop(name) for name in selected if name in rest}
+        if not chosen:
+            frozen = not any(name in trainable for name in selected)
+            reason = "are frozen" if frozen else "belong to earlier patterns already"
+            raise ConfigError(f"this has no effect: all {len(selected)} matching parameters {reason}.", where=where)
+        lr = run.init_lr if options.lr is None else options.lr
+        weight_decay = run.weight_decay if options.weight_decay is None else options.weight_decay
+        groups += _split(pattern, chosen, lr, weight_decay, run)
+    return groups + _split("default", rest, run.init_lr, run.weight_decay, run)
+
+
+def _split(name: str, parameters: Parameters, lr: float, weight_decay: float, run: RunConfig) -> list[dict[str, Any]]:
+    """Matrices with weight decay, vectors without; empty groups are left out."""
+    matrices = [p for p in parameters.values() if p.ndim > 1]
+    vectors = [p for p in parameters.values() if p.ndim <= 1]
+    return [
+        {"params": params, "name": label, "lr": lr, "lr_scale": lr / run.init_lr, "weight_decay": decay}
+        for label, params, decay in ((name, matrices, weight_decay), (f"{name}/no_decay", vectors, 0.0))
+        if params
+    ]
+
+
+class PartRow(NamedTuple):
+    """One line of the table of parameters.
+
+    Attributes:
+        part: name of the part.
+        parameters: number of its scalars.
+        trainable: how many of them train.
+        lr: peak learning rates in use, largest first; empty where all is frozen.
+    """
+
+    part: str
+    parameters: int
+    trainable: int
+    lr: tuple[float, ...]
+
+
+def parameter_table(model: nn.Module, groups: list[dict[str, Any]]) -> list[PartRow]:
+    """One row a part, in the model's order; a parameter that two parts share counts in the first."""
+    rates = {id(p): float(group["lr"]) for group in groups for p in group["params"]}
+    by_part: dict[str, list[nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        by_part.setdefault(name.split(".")[0], []).append(parameter)
+    return [
+        PartRow(
+            part,
+            sum(p.numel() for p in parameters),
+            sum(p.numel() for p in parameters if id(p) in rates),
+            tuple(sorted({rates[id(p)] for p in parameters if id(p) in rates}, reverse=True)),
+        )
+        for part, parameters in by_part.items()
+    ]

@@ -1,0 +1,135 @@
+"""The composition root: configuration -> parts, one small function a part. Nothing else knows how they fit together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+
+from lavis_ds import distributed, registry
+from lavis_ds.config.schema import RootConfig, RunConfig
+from lavis_ds.data import loader
+from lavis_ds.data.collate import Collator
+from lavis_ds.data.conversation import Conversation
+from lavis_ds.data.dataset import EncodedDataset, Source
+from lavis_ds.data.loader import BatchLoader, StepLoader
+from lavis_ds.data.order import SampleOrder, StepPlan
+from lavis_ds.data.processors.base import ImageProcessor, TextContext, TextProcessor
+from lavis_ds.engines.base import Engine
+from lavis_ds.engines.ds_config import BatchPlan
+from lavis_ds.models.base import Model
+from lavis_ds.optim.groups import param_groups
+from lavis_ds.optim.schedules import Schedule, ScheduleShape
+from lavis_ds.tasks.base import EvalContext, Task
+
+Datasets = dict[str, Sequence[Conversation]]
+
+
+def build_model(config: RootConfig) -> Model:
+    """The model, on the CPU in float32, frozen and loaded as the options say; the same on every rank."""
+    torch.manual_seed(config.run.seed)
+    built: Model = registry.get_model_class(config.model.arch).from_config(config.model)
+    torch.manual_seed(config.run.seed + 1 + distributed.global_rank())  # dropout differs between ranks, weights don't
+    return built
+
+
+def build_engine(config: RootConfig, model: Model, plan: BatchPlan) -> Engine:
+    """What computes and updates, with the model inside."""
+    groups = param_groups(model, config.run)
+    made: Engine = registry.engines.get(config.run.engine)(model, groups, config.run, plan)
+    return made
+
+
+def build_task(config: RootConfig) -> Task:
+    made: Task = registry.get_task_class(config.run.task.name)(config.run.task)
+    return made
+
+
+def text_context(config: RootConfig, model: Model) -> TextContext:
+    return TextContext(model.tokenizer, model.tokens_per_image, config.model.max_txt_len)
+
+
+def encoded(config: RootConfig, datasets: Datasets, context: TextContext, *, training: bool, prompts: bool = False) -> EncodedDataset:
+    """Conversations with their processors: training or evaluation ones.
+
+    Args:
+        config: the run.
+        datasets: entry name -> its conversations.
+        context: what encoding text needs to know of the model.
+        training: use the processors of training.
+        prompts: leave out the last answer and what follows, for generation.
+    """
+    sources = [
+        Source(name, samples, _image_processor(config, name, training), _text_processor(config, name, context, training))
+        for name, samples in datasets.items()
+    ]
+    return EncodedDataset(sources, seed=config.run.seed, as_prompts=prompts)
+
+
+def _image_processor(config: RootConfig, name: str, training: bool) -> ImageProcessor | None:
+    options = config.datasets[name].vis_processor
+    if options is None:
+        return None
+    chosen = options.train if training else options.eval
+    made: ImageProcessor = registry.get_processor_class(chosen.name)(chosen)
+    return made
+
+
+def _text_processor(config: RootConfig, name: str, context: TextContext, training: bool) -> TextProcessor:
+    options = config.datasets[name].text_processor
+    chosen = options.train if training else options.eval
+    made: TextProcessor = registry.get_processor_class(chosen.name)(chosen, context)
+    return made
+
+
+def collator(model: Model, *, padding_side: Literal["right", "left"] = "right") -> Collator:
+    size = model.image_size
+    shape = None if size is None else (3, size, size)
+    tokenizer = model.tokenizer
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return Collator(pad_id, shape, tokens_per_image=model.tokens_per_image, padding_side=padding_side)
+
+
+def train_datasets(splits: Mapping[str, Datasets], names: Sequence[str]) -> Datasets:
+    """Entry name -> its samples of all training splits."""
+    parts: dict[str, list[Sequence[Conversation]]] = {}
+    for split in names:
+        for entry, samples in splits[split].items():
+            parts.setdefault(entry, []).append(samples)
+    return {entry: lists[0] if len(lists) == 1 else list(itertools.chain(*lists)) for entry, lists in parts.items()}
+
+
+def step_plan(config: RootConfig, datasets: Datasets, plan: BatchPlan, engine: Engine) -> StepPlan:
+    """Which samples make up which optimizer step, and which of them are this rank's."""
+    run = config.run
+    order = SampleOrder([len(samples) for samples in datasets.values()], seed=run.seed)
+    total = run.max_steps * plan.global_batch_size if run.max_steps else (run.max_epoch or 0) * order.total
+    return StepPlan(order, plan.global_batch_size, plan.micro_batch_size, engine.data_parallel_size, engine.data_parallel_rank, total)
+
+
+def train_loader(config: RootConfig, data: EncodedDataset, collate: Collator, steps: StepPlan, start_step: int) -> StepLoader:
+    """The micro-batches of the steps from `start_step` to the end."""
+    return loader.train_loader(
+        data, steps, collate, start_step, steps.num_steps - start_step, num_workers=config.run.num_workers, pin_memory=torch.cuda.is_available()
+    )
+
+
+def eval_loader(config: RootConfig, data: EncodedDataset, collate: Collator) -> BatchLoader:
+    """Every rank gets the same number of batches; rows that the last ones lack are fillers."""
+    plan = StepPlan.for_evaluation(data.sizes, config.run.batch_size_eval, distributed.world_size(), distributed.global_rank())
+    return loader.eval_loader(data, plan, collate, num_workers=config.run.num_workers, pin_memory=torch.cuda.is_available())
+
+
+def eval_context(data: EncodedDataset, *, synced: bool) -> EvalContext:
+    """Stop ids and decoding of the first dataset's text processor (one tokenizer serves all)."""
+    text = data.sources[0].text_processor
+    return EvalContext(synced=synced, stop_ids=text.stop_ids, decode=text.decode)
+
+
+def schedule(run: RunConfig, total_steps: int) -> tuple[Schedule, ScheduleShape]:
+    """Learning rate as a function of the optimizer step, and the numbers it depends on."""
+    warmup = run.warmup_steps if run.warmup_steps is not None else round((run.warmup_ratio or 0.0) * total_steps)
+    function: Any = registry.lr_schedulers.get(run.lr_sched)
+    return function, ScheduleShape(run.init_lr, run.min_lr, run.warmup_lr, warmup, total_steps)

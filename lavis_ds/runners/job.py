@@ -1,0 +1,119 @@
+"""Which run folder this is, and what it resumes from. Needs no torch, so that a mistake costs no start-up time."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lavis_ds.config.schema import RootConfig
+from lavis_ds.errors import ConfigError
+from lavis_ds.runners import checkpoint_files
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run's place on disk.
+
+    Attributes:
+        folder: `<run.output_dir>/<job_id>`.
+        resume_from: checkpoint folder to continue from, or None.
+        notices: lines to tell the user.
+    """
+
+    folder: Path
+    resume_from: Path | None = None
+    notices: tuple[str, ...] = ()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def with_notices(self, lines: Sequence[str]) -> Job:
+        return replace(self, notices=(*lines, *self.notices))
+
+
+def resolve(config: RootConfig, *, job_id: str | None, resume: str | None) -> Job:
+    """Choose the run folder and the checkpoint.
+
+    Args:
+        config: the checked configuration.
+        job_id: name of the run folder; a time stamp where it is None, or with `--resume auto` the newest run folder.
+        resume: `auto` (the newest complete checkpoint of the run folder, or a fresh start), `none`, or a checkpoint folder.
+
+    Raises:
+        CheckpointError: the checkpoint named does not exist or is not complete.
+        ConfigError: the run folder already holds checkpoints and `--resume` does not say what to do with them.
+    """
+    output_dir = Path(config.run.output_dir)
+    explicit = resume if resume not in (None, "auto", "none") else config.run.resume_ckpt_path if resume is None else None
+    if explicit is not None:
+        path = checkpoint(Path(explicit))
+        return Job(output_dir / (job_id or _job_of(path, output_dir) or _time_stamp()), path)
+    if resume == "auto":
+        folder = output_dir / job_id if job_id else _newest_run(output_dir)
+        if folder is None:
+            return Job(output_dir / _time_stamp(), None, ("resume auto: there is no earlier run; starting anew.",))
+        path, passed_over = checkpoint_files.find(folder / "checkpoints")
+        notices = tuple(f"resume auto: passed over: {line}" for line in passed_over)
+        say = f"resume auto: continuing from {path}." if path else f"resume auto: no complete checkpoint in {folder}; starting anew."
+        return Job(folder, path, (*notices, say))
+    folder = output_dir / (job_id or _time_stamp())
+    if checkpoint_files.complete_ones(folder / "checkpoints"):
+        raise ConfigError(
+            "this run folder already holds checkpoints, which a new run would overwrite.",
+            where=str(folder),
+            hint="Pass --resume auto to continue it, or another --job-id.",
+        )
+    return Job(folder)
+
+
+def checkpoint(path: Path) -> Path:
+    """`path` itself, or the newest complete checkpoint where it is a run folder or its `checkpoints` folder.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    path = path.expanduser().absolute()
+    for folder in (path / "checkpoints", path):
+        if checkpoint_files.complete_ones(folder):
+            found, _ = checkpoint_files.find(folder)
+            if found is not None:
+                return found
+    checkpoint_files.verify(path)
+    return path
+
+
+def _job_of(checkpoint: Path, output_dir: Path) -> str | None:
+    """The run that the checkpoint belongs to, if it lies in this output folder."""
+    run = checkpoint.parent.parent
+    return run.name if checkpoint.parent.name == "checkpoints" and run.parent == output_dir else None
+
+
+def _newest_run(output_dir: Path) -> Path | None:
+    runs = [p.parent for p in output_dir.glob("*/config.yaml")] if output_dir.is_dir() else []
+    return max(runs, key=lambda p: (p / "config.yaml").stat().st_mtime, default=None)
+
+
+def _time_stamp() -> str:
+    """A new job id; rank 0's is the one that counts."""
+    return time.strftime("%Y%m%d_%H%M%S")
+
+
+def make_folder(job: Job) -> None:
+    """Create the run folder and prove that it can be written.
+
+    Raises:
+        ConfigError: it can't.
+    """
+    try:
+        job.checkpoints.mkdir(parents=True, exist_ok=True)
+        probe = job.folder / ".write_test"
+        probe.write_text(json.dumps({}))
+        probe.unlink()
+    except OSError as error:
+        raise ConfigError(f"the run folder can't be written ({error}).", where="run.output_dir", given=str(job.folder)) from error
+
+

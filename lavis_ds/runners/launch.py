@@ -1,0 +1,76 @@
+"""What the commands `train` and `evaluate` do: check first, then build, then run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from lavis_ds import registry
+from lavis_ds.config.load import LoadedConfig, load
+from lavis_ds.config.schema import RootConfig
+from lavis_ds.errors import ConfigError
+from lavis_ds.runners import checkpoint_files, job, preflight
+
+
+def train(cfg: str, options: Sequence[str], *, job_id: str | None, resume: str | None) -> int:
+    """Train. Everything that can be refused without torch is refused before torch is imported.
+
+    Returns:
+        The exit code: 0 done, 75 stopped on request and resumable.
+    """
+    loaded = load(cfg, options)
+    config = loaded.config
+    checked = preflight.check(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
+    chosen = job.resolve(config, job_id=job_id, resume=resume)
+    job.make_folder(chosen)
+
+    from lavis_ds import distributed
+
+    _prepare_process()
+    distributed.initialize(config.run.dist_timeout_s)
+    chosen = distributed.broadcast_object(chosen)
+    runner = registry.get_runner_class(config.run.runner.name)(config, chosen.with_notices(loaded.notices), checked)
+    code: int = runner.run()
+    distributed.shutdown()
+    return code
+
+
+def evaluate(checkpoint: str, cfg: str | None, options: Sequence[str], *, split: str | None) -> int:
+    """Score a checkpoint's weights and write the result into its run folder."""
+    folder = job.checkpoint(Path(checkpoint))
+    loaded = load(cfg or folder / "config.yaml", options)
+    config = _for_evaluation(loaded, folder, split)
+    checked = preflight.check(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), splits=config.run.test_splits)
+
+    from lavis_ds import distributed
+
+    _prepare_process()
+    distributed.initialize(config.run.dist_timeout_s)
+    from lavis_ds.runners.evaluate import evaluate_checkpoint
+
+    results = evaluate_checkpoint(config, checked.splits, folder)
+    if distributed.is_main():
+        for result in results:
+            print(f"{result.split}: " + ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items()))
+    distributed.shutdown()
+    return 0
+
+
+def _for_evaluation(loaded: LoadedConfig, folder: Path, split: str | None) -> RootConfig:
+    config = loaded.config
+    splits = [split] if split else config.run.test_splits
+    if not splits:
+        raise ConfigError("no split to evaluate is named.", where="run.test_splits", hint="Pass --split NAME.")
+    checkpoint_files.verify(folder)
+    return config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"test_splits": splits}),
+            "model": config.model.model_copy(update={"pretrained": str(folder)}),
+        }
+    )
+
+
+def _prepare_process() -> None:
+    """Settings that libraries read when they are imported."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader workers are forks; a warning each otherwise

@@ -1,0 +1,73 @@
+"""The numbers of one optimizer step, summed over micro-batches and ranks in one collective."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from lavis_ds import distributed
+from lavis_ds.batch import Batch
+from lavis_ds.tasks.base import StepOutput, as_float
+
+
+class GroupCounts:
+    """Counts of the micro-batches that make one optimizer step, over all ranks.
+
+    Args:
+        group: this rank's micro-batches.
+        stop: whether this rank was asked to stop.
+    """
+
+    def __init__(self, group: Sequence[Batch], *, stop: bool) -> None:
+        slots = sum(b.shape[0] * b.shape[1] for b in group)
+        local = [sum(b.num_targets for b in group), sum(b.num_tokens for b in group), sum(b.num_samples for b in group), slots, float(stop)]
+        targets, tokens, samples, slots_all, stops = distributed.sum_over_ranks(local)
+        self.targets, self.tokens, self.samples = int(targets), int(tokens), int(samples)
+        self.padding_fraction = 1.0 - tokens / slots_all
+        self.stop = stops > 0
+
+
+def reduce_outputs(outputs: Sequence[StepOutput]) -> tuple[float, dict[str, float]]:
+    """Sum of the losses over micro-batches and ranks, and the means of all other metrics."""
+    names = sorted({name for output in outputs for name in output.metrics})
+    values = [sum(as_float(output.loss_sum) for output in outputs)]
+    for name in names:
+        pairs = [output.metrics.get(name, (0.0, 0.0)) for output in outputs]
+        values += [sum(as_float(total) for total, _ in pairs), sum(float(count) for _, count in pairs)]
+    loss, *rest = distributed.sum_over_ranks(values)
+    means = {name: rest[2 * i] / rest[2 * i + 1] for i, name in enumerate(names) if rest[2 * i + 1]}
+    return loss, means
+
+
+class StepTimer:
+    """Seconds of a step and of the part of it spent waiting for data."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._data = 0.0
+
+    def data_arrived(self) -> None:
+        self._data = time.perf_counter() - self._start
+
+    def finish(self, counts: GroupCounts) -> Mapping[str, float]:
+        """The step's times and rates; the next step starts now."""
+        now = time.perf_counter()
+        step_s = now - self._start
+        self._start = now
+        return {
+            "time/step_s": step_s,
+            "time/data_s": self._data,
+            "throughput/tokens_per_s": counts.tokens / step_s,
+            "throughput/samples_per_s": counts.samples / step_s,
+        }
+
+
+def peak_memory_bytes() -> int:
+    """Largest memory held so far: of the GPU where there is one, else of the process."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

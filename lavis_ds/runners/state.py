@@ -1,0 +1,88 @@
+"""How far a run has come: a position, independent of ranks, workers and prefetch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from lavis_ds.errors import CheckpointError
+
+
+@dataclass
+class TrainState:
+    """Counters over the whole run, equal on all ranks.
+
+    Attributes:
+        step: optimizer steps done; also the position in the data order, in global batches.
+        samples_seen: samples consumed, each epoch's visit counted.
+        tokens_seen: real tokens (no padding), image tokens included.
+        targets_seen: tokens with a loss.
+        steps_skipped: optimizer steps whose gradient was not finite.
+        dataset_sizes: samples of each dataset; a resumed run must find the same.
+        global_batch_size: samples an optimizer step; a resumed run must have the same.
+    """
+
+    step: int = 0
+    samples_seen: int = 0
+    tokens_seen: int = 0
+    targets_seen: int = 0
+    steps_skipped: int = 0
+    dataset_sizes: dict[str, int] = field(default_factory=dict)
+    global_batch_size: int = 0
+
+    @property
+    def samples_an_epoch(self) -> int:
+        return sum(self.dataset_sizes.values())
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the training data done."""
+        return self.samples_seen / self.samples_an_epoch if self.samples_an_epoch else 0.0
+
+    def advance(self, *, samples: int, tokens: int, targets: int) -> None:
+        """Count one optimizer step; numbers are of the global batch."""
+        self.step += 1
+        self.samples_seen += samples
+        self.tokens_seen += tokens
+        self.targets_seen += targets
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+
+    @staticmethod
+    def step_of(path: Path) -> int:
+        """Optimizer steps that a saved state stands for."""
+        return TrainState._read(path).step
+
+    @staticmethod
+    def _read(path: Path) -> TrainState:
+        try:
+            return TrainState(**json.loads(path.read_text()))
+        except (OSError, ValueError, TypeError) as error:
+            raise CheckpointError(f"the training state can't be read ({error}).", where=str(path)) from error
+
+    def restore(self, path: Path) -> None:
+        """Take over the counters of a saved state.
+
+        Raises:
+            CheckpointError: the file is damaged, or data or global batch differ, so that the order could not go on.
+        """
+        saved = self._read(path)
+        if saved.dataset_sizes != self.dataset_sizes:
+            raise CheckpointError(
+                "the training data is not what this checkpoint was made with, so the order of samples could not go on.",
+                where=str(path),
+                given=f"{self.dataset_sizes} samples",
+                expected=f"{saved.dataset_sizes}",
+                hint="Restore the data, or start anew with model.pretrained set to this checkpoint.",
+            )
+        if saved.global_batch_size != self.global_batch_size:
+            raise CheckpointError(
+                "the global batch size must stay as it was when the checkpoint was made.",
+                where=str(path),
+                given=str(self.global_batch_size),
+                expected=str(saved.global_batch_size),
+                hint="Set run.global_batch_size to it; micro-batch or accumulation follow.",
+            )
+        self.__dict__.update(saved.__dict__)

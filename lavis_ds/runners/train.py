@@ -1,0 +1,210 @@
+"""The training run: set-up, the loop, and what happens around a step. What changes the result is a line of the loop."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lavis_ds import distributed
+from lavis_ds.batch import Batch
+from lavis_ds.config.load import to_yaml
+from lavis_ds.config.schema import Interval, RootConfig
+from lavis_ds.errors import NonFiniteError
+from lavis_ds.runners import build, checkpoint, environment, observers
+from lavis_ds.runners.evaluate import evaluate
+from lavis_ds.runners.job import Job
+from lavis_ds.runners.meter import GroupCounts, StepTimer, peak_memory_bytes, reduce_outputs
+from lavis_ds.runners.observers.base import Observer, RunInfo
+from lavis_ds.runners.preflight import Preflight
+from lavis_ds.runners.state import TrainState
+from lavis_ds.runners.stop import StopRequest
+from lavis_ds.runners.configs import TrainRunnerConfig
+
+EXIT_DONE, EXIT_STOPPED = 0, 75
+
+
+class TrainRunner:
+    """One run from configuration to exit code. Subclass it and register the class to change the loop.
+
+    Args:
+        config: the checked configuration.
+        job: run folder and checkpoint to resume from.
+        preflight: batch plan and annotations.
+    """
+
+    Config = TrainRunnerConfig
+
+    def __init__(self, config: RootConfig, job: Job, preflight: Preflight) -> None:
+        self.config, self.run_config, self.job, self.preflight = config, config.run, job, preflight
+        self.plan = preflight.plan
+        self.task = build.build_task(config)
+        self.model = build.build_model(config)
+        self.text_context = build.text_context(config, self.model)
+        self.engine = build.build_engine(config, self.model, self.plan)
+        self._build_data()
+        self.state = TrainState(
+            dataset_sizes={name: len(samples) for name, samples in self.datasets.items()}, global_batch_size=self.plan.global_batch_size
+        )
+        self.schedule, self.schedule_shape = build.schedule(self.run_config, self.total_steps)
+        if job.resume_from is not None:
+            checkpoint.load(job.resume_from, self.engine, self.state)
+        self.observers: list[Observer] = observers.build(self.run_config.observers, self.run_config.log_every) if distributed.is_main() else []
+        self.saved_step = self.state.step if job.resume_from is not None else -1
+
+    def _build_data(self) -> None:
+        config, plan, engine = self.config, self.plan, self.engine
+        self.datasets = build.train_datasets(self.preflight.splits, self.run_config.train_splits)
+        self.train_data = build.encoded(config, self.datasets, self.text_context, training=True)
+        self.steps = build.step_plan(config, self.datasets, plan, engine)
+        self.total_steps = self.steps.num_steps
+
+    # --- the run ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> int:
+        """Train, evaluate, save. Returns the exit code: 0 done, 75 stopped on request and resumable."""
+        try:
+            self._start()
+            stopped = False if self.run_config.evaluate else self._train()
+            if not stopped:
+                self._evaluate(self.run_config.test_splits)
+            self._watch(lambda observer: observer.on_end("stopped on request" if stopped else "finished"))
+            return EXIT_STOPPED if stopped else EXIT_DONE
+        finally:
+            self._watch(lambda observer: observer.close())
+
+    def _train(self) -> bool:
+        """The loop. Returns whether it stopped on request before the end."""
+        state, run, engine = self.state, self.run_config, self.engine
+        groups = build.train_loader(self.config, self.train_data, build.collator(self.model), self.steps, state.step)
+        engine.module.train()
+        with StopRequest() as stop, contextlib.closing(groups):
+            timer = StepTimer()
+            for group in groups:
+                timer.data_arrived()
+                epoch = int(state.epoch)
+                counts = GroupCounts(group, stop=stop.requested)
+                outputs = []
+                for index, batch in enumerate(group):
+                    with engine.micro_batch(is_last=index == len(group) - 1):
+                        output = self.task.train_step(engine, batch.to(engine.device))
+                        engine.backward(output.loss_sum * (engine.data_parallel_size / counts.targets))
+                    outputs.append(output)
+                loss_sum, metrics = reduce_outputs(outputs)
+                loss = self._require_finite(loss_sum / counts.targets, "loss", group)
+                lr = self.schedule(state.step, self.schedule_shape)
+                result = engine.step(lr)
+                if not result.applied:
+                    self._skipped(result.grad_norm, group)
+                state.advance(samples=counts.samples, tokens=counts.tokens, targets=counts.targets)
+                self._report_step(loss, lr, result.grad_norm, counts, metrics, timer.finish(counts), group)
+                crossed_epoch = int(state.epoch) > epoch
+                if _is_due(run.eval_every, state.step, crossed_epoch):
+                    self._evaluate(run.valid_splits)
+                wants_stop = counts.stop or state.step == run.stop_at_step
+                if wants_stop or _is_due(run.save_every, state.step, crossed_epoch):
+                    self._save()
+                if wants_stop and state.step < self.total_steps:
+                    return True
+        self._save()
+        return False
+
+    # --- what a step calls -----------------------------------------------------------------------------------------
+
+    def _require_finite(self, value: float, what: str, group: Sequence[Batch]) -> float:
+        """`value`, equal on all ranks, so all ranks raise together and before the weights are touched."""
+        if math.isfinite(value):
+            return value
+        ids = ", ".join(sample_id for batch in group for sample_id in batch.sample_ids)
+        raise NonFiniteError(
+            f"the {what} is {value}; the weights were not changed by this step.",
+            where=f"step {self.state.step + 1}, rank {distributed.global_rank()}",
+            given=f"samples {ids}",
+            hint=f"Look at these samples, lower run.init_lr, or resume from {self.job.checkpoints} with --resume auto.",
+        )
+
+    def _skipped(self, grad_norm: float, group: Sequence[Batch]) -> None:
+        """fp16 lowers its loss scale and goes on; in the other formats a gradient that is not finite is an error."""
+        self.state.steps_skipped += 1
+        if self.run_config.precision != "fp16":
+            self._require_finite(grad_norm, "gradient norm", group)
+
+    def _report_step(
+        self, loss: float, lr: float, grad_norm: float, counts: GroupCounts, metrics: Mapping[str, float], times: Mapping[str, float], group: Sequence[Batch]
+    ) -> None:
+        record: dict[str, Any] = {
+            "epoch": self.state.epoch,
+            "train/loss": loss,
+            "train/lr": lr,
+            "train/grad_norm": grad_norm,
+            "train/num_targets": counts.targets,
+            **metrics,
+            **times,
+            "memory/peak_bytes": peak_memory_bytes(),
+            "data/padding_fraction": counts.padding_fraction,
+        }
+        if self.run_config.log_sample_ids:
+            ranks = distributed.gather_objects([batch.sample_ids for batch in group])
+            # micro-batch by micro-batch, and in each rank by rank: the order of the stream
+            record["data/sample_ids"] = [sample_id for batches in zip(*ranks, strict=True) for ids in batches for sample_id in ids]
+        self._watch(lambda observer: observer.on_step(self.state.step, record))
+
+    def _save(self) -> None:
+        if self.saved_step == self.state.step:
+            return
+        path = checkpoint.save(self.job.checkpoints, self.engine, self.state, to_yaml(self.config), self.run_config.keep_last)
+        self.saved_step = self.state.step
+        self._watch(lambda observer: observer.on_checkpoint(self.state.step, path))
+
+    def _evaluate(self, splits: Sequence[str]) -> None:
+        for split in splits:
+            result = evaluate(
+                self.config,
+                self.model,
+                self.task,
+                self.preflight.splits[split],
+                split=split,
+                step=self.state.step,
+                device=self.engine.device,
+                synced=self.engine.is_sharded,
+            )
+            if distributed.is_main():
+                result.write(self.job.folder / "eval")
+            self._watch(lambda observer, r=result: observer.on_evaluate(r.split, r.step, r.metrics, r.predictions))  # type: ignore[misc]
+
+    # --- around the run --------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        if distributed.is_main():
+            (self.job.folder / "config.yaml").write_text(to_yaml(self.config))
+            environment.write(self.job.folder / "environment.json", self.engine.describe(), self.state.dataset_sizes)
+        info = RunInfo(self.job.folder, self.total_steps, self.config.model_dump(mode="json"), self._summary(), self.state.step)
+        self._watch(lambda observer: observer.on_start(info, self.state))
+        for line in self.job.notices:
+            self._watch(lambda observer, text=line: observer.on_message(text))  # type: ignore[misc]
+
+    def _summary(self) -> dict[str, str]:
+        parameters = list(self.model.parameters())
+        sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
+        trainable = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
+        layout = self.engine.describe()
+        plan = self.plan
+        return {
+            "run folder": str(self.job.folder),
+            "model": self.config.model.arch,
+            "parameters": f"{sum(sizes):,} of which {trainable:,} train",
+            "engine": ", ".join(f"{key} {value}" for key, value in layout.items()),
+            "global batch": f"{plan.global_batch_size} = {plan.micro_batch_size} (micro-batch) x {plan.accumulation} (accumulation) x {self.engine.data_parallel_size} (ranks)",
+            "data": ", ".join(f"{name}: {size:,}" for name, size in self.state.dataset_sizes.items()),
+            "steps": f"{self.state.step:,} of {self.total_steps:,} done",
+            "device": str(self.engine.device),
+        }
+
+    def _watch(self, call: Callable[[Observer], object]) -> None:
+        for observer in self.observers:
+            call(observer)
+
+
+def _is_due(interval: Interval | None, step: int, crossed_epoch: bool) -> bool:
+    return crossed_epoch if interval == "epoch" else interval is not None and step % interval == 0

@@ -1,0 +1,58 @@
+"""The same run gives the same losses whatever computes it: engine, ZeRO stage, ranks, micro-batch and workers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.multi.launch import run_ranks
+from tests.tiny_project import make_project, metrics
+
+
+def train(cfg: str, options: list[str], job_id: str) -> int:
+    """One rank of a training run."""
+    from lavis_ds.runners.launch import train as run
+
+    return run(cfg, options, job_id=job_id, resume=None)
+
+
+def losses(cfg: Path, world_size: int, options: list[str], job_id: str) -> list[dict[str, float]]:
+    assert run_ranks(train, world_size, str(cfg), options, job_id, timeout_s=150, join_group=False) == [0] * world_size
+    return metrics(cfg.parent / "output" / job_id)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_project(tmp_path_factory.mktemp("project"), save_every=None)
+
+
+@pytest.fixture(scope="module")
+def reference(project: Path) -> list[dict[str, float]]:
+    """Plain PyTorch, one process, whole batch at once."""
+    return losses(project, 1, ["run.engine=torch", "run.batch_size_train=8"], "reference")
+
+
+ZERO = [f"run.deepspeed_config.zero_optimization.stage={stage}" for stage in range(4)]
+CASES = {
+    "torch x2": (2, ["run.engine=torch"]),
+    "torch micro 1x8": (1, ["run.engine=torch", "run.batch_size_train=1"]),
+    "torch x2 micro 1x4": (2, ["run.engine=torch", "run.batch_size_train=1"]),
+    **{f"zero{s}": (1, [ZERO[s], "run.batch_size_train=8"]) for s in range(4)},
+    **{f"zero{s} x2": (2, [ZERO[s], "run.batch_size_train=4"]) for s in range(4)},
+    **{f"zero{s} x2 micro 1x4": (2, [ZERO[s], "run.batch_size_train=1"]) for s in range(4)},
+    "zero2 x2 two workers": (2, [ZERO[2], "run.num_workers=2"]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_losses_and_gradients_equal_the_reference(case: str, project: Path, reference: list[dict[str, float]]) -> None:
+    world_size, options = CASES[case]
+    lines = losses(project, world_size, options, case.replace(" ", "_"))
+    assert len(lines) == len(reference) == 10
+    for ours, theirs in zip(lines, reference, strict=True):
+        assert ours["data/sample_ids"] == theirs["data/sample_ids"]
+        assert ours["train/num_targets"] == theirs["train/num_targets"]
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], abs=1e-5)
+        assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-4)
+        assert ours["train/lr"] == theirs["train/lr"]

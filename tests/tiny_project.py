@@ -1,0 +1,124 @@
+"""A whole project in a folder: pictures, text-only and several-picture samples of unequal length, a tokenizer, a YAML."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from PIL import Image
+
+NUM_SAMPLES = 22
+"""Not a multiple of any global batch used, so that epochs end inside a step and the last step is short."""
+
+WORDS = "red green blue square circle the a what is shape color of picture yes no there left right under over".split()
+
+
+def make_project(folder: Path, **run: Any) -> Path:
+    """Write the project and return its YAML. Keyword arguments go into `run:`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    _tokenizer(folder / "tokenizer")
+    rng = np.random.default_rng(0)
+    (folder / "images").mkdir(exist_ok=True)
+    items = [_item(folder, number, rng) for number in range(NUM_SAMPLES)]
+    (folder / "train.json").write_text(json.dumps(items))
+    (folder / "val.json").write_text(json.dumps(items[:5]))
+    path = folder / "train.yaml"
+    path.write_text(yaml.safe_dump(_config(folder, run)))
+    return path
+
+
+def _item(folder: Path, number: int, rng: np.random.Generator) -> dict[str, Any]:
+    num_images = (1, 0, 1, 2)[number % 4]
+    names = []
+    for k in range(num_images):
+        name = f"{number}_{k}.png"
+        Image.fromarray(rng.integers(0, 255, (40, 40, 3), dtype=np.uint8)).save(folder / "images" / name)
+        names.append(name)
+    turns = []
+    for turn in range(1 + number % 3):
+        question = " ".join(rng.choice(WORDS, 2 + int(rng.integers(8))))
+        markers = "<image>\n" * num_images if turn == 0 else ""
+        turns += [
+            {"from": "human", "value": markers + question},
+            {"from": "gpt", "value": " ".join(rng.choice(WORDS, 1 + int(rng.integers(9))))},
+        ]
+    item: dict[str, Any] = {"id": f"s{number}", "conversations": turns}
+    return {**item, "image": names} if names else item
+
+
+def _config(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model": {
+            "arch": "vlm",
+            "max_txt_len": 256,
+            "vision": {
+                "name": "timm_vit",
+                "model_name": "vit_tiny_patch16_224",
+                "image_size": 32,
+                "model_args": {"patch_size": 16, "embed_dim": 16, "depth": 2, "num_heads": 2},
+            },
+            "projector": {"name": "mlp"},
+            "language": {
+                "name": "hf_causal_lm",
+                "tokenizer": str(folder / "tokenizer"),
+                "config": {
+                    "model_type": "qwen3",
+                    "hidden_size": 32,
+                    "intermediate_size": 64,
+                    "num_hidden_layers": 2,
+                    "num_attention_heads": 2,
+                    "num_key_value_heads": 1,
+                    "head_dim": 16,
+                },
+            },
+        },
+        "datasets": {
+            "tiny": {
+                "builder": "llava_json",
+                "annotations": {"train": [str(folder / "train.json")], "val": [str(folder / "val.json")]},
+                "image_root": str(folder / "images"),
+                "vis_processor": {"train": {"name": "image_train", "image_size": 32, "min_scale": 0.5}},
+            }
+        },
+        "run": {
+            "output_dir": str(folder / "output"),
+            "precision": "fp32",
+            "max_steps": 10,
+            "global_batch_size": 8,
+            "batch_size_train": 4,
+            "init_lr": 3e-3,
+            "warmup_steps": 2,
+            "num_workers": 0,
+            "log_sample_ids": True,
+            "save_every": 4,
+            "observers": ["jsonl"],
+            **run,
+        },
+    }
+
+
+def _tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator([" ".join(WORDS)], trainer)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=["<|im_start|>", "<|im_end|>"],
+    ).save_pretrained(folder)
+
+
+def metrics(run_folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl."""
+    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
