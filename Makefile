@@ -31,7 +31,7 @@ format: $(call installed,dev)  ## format the code and sort the imports
 	$(BIN)/ruff format
 
 docs: $(call installed,docs)  ## build the documentation into site/
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 quickstart: $(call installed,quickstart)  ## train and evaluate a small vision-language model on this machine
 	$(BIN)/python scripts/quickstart.py

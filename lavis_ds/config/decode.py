@@ -52,7 +52,7 @@ def _class_at(config_class: type[Config], tree: Any, location: Sequence[str | in
     """The options class that owns the mapping at `location`, following components by the name given in `tree`."""
     current: Any = config_class
     for part in location:
-        tree = tree[part] if isinstance(tree, (Mapping, list)) else None
+        tree = _child(tree, part)
         if not (isinstance(current, type) and issubclass(current, Config)):
             current = _element(current)
             metadata: Sequence[Any] = typing.get_args(current)[1:]
@@ -70,6 +70,14 @@ def _class_at(config_class: type[Config], tree: Any, location: Sequence[str | in
         elif _is_union(current):
             current = _element(current)
     return current if isinstance(current, type) and issubclass(current, Config) else None
+
+
+def _child(tree: Any, key: str | int) -> Any:
+    """What stands at `key`; None where a validator, not the user, put something there."""
+    try:
+        return tree[key]
+    except (KeyError, IndexError, TypeError):
+        return None
 
 
 def _is_union(annotation: Any) -> bool:

@@ -347,6 +347,7 @@ def _freeze(model: _Block, is_old: bool) -> None:
 def _weights(model: _Block) -> None:
     """`finetuned` goes over `pretrained`, and each counts only where its `load_` switch is on."""
     values = model.values
+    had_pretrained = "pretrained" in values
     switches = {key: values.pop(f"load_{key}", None) for key in ("pretrained", "finetuned")}
     paths: dict[str, str | None] = {}
     for key, on in switches.items():
@@ -359,12 +360,14 @@ def _weights(model: _Block) -> None:
     chosen = "finetuned" if paths["finetuned"] else "pretrained"
     path = paths[chosen]
     if path is None:
+        if had_pretrained or switches["pretrained"] is False:
+            values["pretrained"] = None  # stated, so that it goes over the model type's default
         return
     if str(path).startswith(("http://", "https://")) or str(path).endswith(_SINGLE_FILES):
         model.refuse(
             chosen,
             f"this is a single file of another layout, and a weights folder is needed. Given: {path}. "
-            f"Convert it once with `lavis-ds convert weights`, or set model.load_{chosen}: false.",
+            f"Convert it to safetensors keyed by this model's parameter names, or set model.load_{chosen}: false.",
         )
         return
     values["pretrained"] = path

@@ -93,6 +93,10 @@ def _merge_options(tree: dict[str, Any], options: Sequence[str]) -> dict[str, An
         key, equals, _ = option.partition("=")
         if not equals or not key:
             raise ConfigError("an option must read key=value.", where="--options", given=repr(option), hint="For example run.init_lr=1e-4.")
+    run = tree.get("run")
+    if options and isinstance(run, dict) and isinstance(run.get("deepspeed_config"), str):
+        # else an option for a key inside would take the place of the whole preset
+        tree = {**tree, "run": {**run, "deepspeed_config": {"preset": run["deepspeed_config"]}}}
     try:
         merged = OmegaConf.merge(OmegaConf.create(tree), OmegaConf.from_dotlist(list(options)))
         resolved = OmegaConf.to_container(merged, resolve=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import signal
+import weakref
 from collections.abc import Iterator
 from typing import TypeVar
 
@@ -16,6 +18,8 @@ from lavis_ds.data.order import SampleKey, StepPlan
 from lavis_ds.errors import DataError, LavisError
 
 Item = TypeVar("Item")
+
+_OUT_OF_MEMORY = "Most often the machine ran out of memory; try a smaller run.num_workers."
 
 
 def train_loader(
@@ -65,27 +69,30 @@ class BatchLoader(Iterator[Batch]):
             worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # else a loader's start draws from the global one, and a resumed run differs
         )
-        self._batches: Iterator[Batch | LavisError] | None = iter(loader)
+        self._batches: Iterator[Batch | LavisError] = iter(loader)
+        self._end = weakref.finalize(self, _end_workers, self._batches)
+        self._end.atexit = False
+        # PyTorch and multiprocessing end workers at exit by SIGTERM, which ours ignore, and wait for them: come before.
+        atexit.register(self._end)
 
     def __next__(self) -> Batch:
-        if self._batches is None:
+        if not self._end.alive:
             raise StopIteration
         try:
             batch = next(self._batches)
         except RuntimeError as error:
             if "DataLoader worker (pid" not in str(error):
                 raise
-            raise DataError(
-                f"a data-loading process died: {error}",
-                hint="Most often the machine ran out of memory; try a smaller run.num_workers.",
-            ) from error
+            batch = DataError(f"a data-loading process died: {error}", hint=_OUT_OF_MEMORY)
         if isinstance(batch, LavisError):
+            self.close()
             raise batch
         return batch
 
     def close(self) -> None:
         """End the data-loading processes. No more batches come."""
-        self._batches = None
+        self._end()
+        atexit.unregister(self._end)
 
 
 class StepLoader(Iterator[list[Batch]]):
@@ -134,6 +141,14 @@ class _MicroBatches(Dataset[Batch | LavisError]):
 
 def _unchanged(item: Item) -> Item:
     return item
+
+
+def _end_workers(batches: Iterator[Batch | LavisError]) -> None:
+    shut_down = getattr(
+        batches, "_shutdown_workers", None
+    )  # only an iterator with workers has it; else they end with it
+    if shut_down is not None:
+        shut_down()
 
 
 def _ignore_signals(worker_id: int) -> None:

@@ -46,9 +46,11 @@ _INSTEAD = {
     "zero_optimization.cpu_offload": "Write zero_optimization.offload_optimizer: {device: cpu}.",
     "zero_optimization.cpu_offload_param": "Write zero_optimization.offload_param: {device: cpu}.",
     "zero_optimization.cpu_offload_use_pin_memory": "Write pin_memory inside offload_optimizer or offload_param.",
-    "tensor_parallel.tp_size": "DeepSpeed's name is tensor_parallel.autotp_size.",
-    "expert_parallel.ep_size": "DeepSpeed's name is expert_parallel.autoep_size.",
     "checkpoint.save_interval": "DeepSpeed never had this key; run.save_every says when checkpoints are written.",
+    "tensor_parallel": "Tensor parallelism is not supported by this runner yet; use ZeRO-3 for models that do not fit.",
+    "expert_parallel": "Expert parallelism is not supported by this runner yet; use ZeRO-3 for models that do not fit.",
+    "sequence_parallel_size": "Sequence parallelism is not supported by this runner yet.",
+    "pipeline": "Pipeline parallelism is not supported by this runner yet; use ZeRO-3 for models that do not fit.",
     "checkpoint.strip_weights_keys": "DeepSpeed never had this key; remove it.",
 }
 

@@ -111,13 +111,16 @@ def explained(path: str, where: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence transformers' own load reports; what matters of them is checked here."""
-    level = hf_logging.get_verbosity()
+    """Silence transformers' own load reports and progress bars (one a rank); what matters is checked here."""
+    level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity(logging.ERROR)
+    hf_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         hf_logging.set_verbosity(level)
+        if bars:
+            hf_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _model_types() -> Iterator[str]:

@@ -31,7 +31,7 @@ class Part(nn.Module):
         self.eval()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Engines cast whole modules to bf16; float32 constants (pixel statistics, rotary frequencies) stay as they are.
+        """Engines cast whole modules to bf16; float32 constants (pixel statistics, rotary angles) stay as they are.
 
         In bf16 the rounded frequencies alone turn position 1000 by more than a radian.
         """
@@ -113,7 +113,7 @@ class LanguageModel(Part, ABC):
         """Embeddings -> hidden states (B, T, Dl) before the output layer.
 
         Causal attention; rows are padded on the right, so padding needs no mask; positions count on through it. With
-        `segment_ids_BT` a token attends only to earlier tokens of its own segment and of `lavis_ds.batch.PREFIX_SEGMENT`.
+        `segment_ids_BT` a token attends only to earlier tokens of its own segment and of `batch.PREFIX_SEGMENT`.
         """
 
     @abstractmethod

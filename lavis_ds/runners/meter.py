@@ -51,6 +51,10 @@ class StepTimer:
     def data_arrived(self) -> None:
         self._data = time.perf_counter() - self._start
 
+    def restart(self) -> None:
+        """The next step starts now; what came before (an evaluation, a checkpoint) is not its time."""
+        self._start = time.perf_counter()
+
     def finish(self, counts: GroupCounts) -> Mapping[str, float]:
         """The step's times and rates; the next step starts now."""
         now = time.perf_counter()

@@ -43,9 +43,9 @@ def check(config: RootConfig, *, world_size: int, splits: Sequence[str] | None =
     """
     run = config.run
     observers.check(run.observers)
-    if run.engine == "deepspeed":
-        ds_config.lint(ds_config.load(run.deepspeed_config))
     plan = ds_config.batch_plan(run, world_size)
+    if run.engine == "deepspeed":
+        ds_config.derive(run, plan, data_parallel_size=world_size)
     _check_paths(config)
     wanted = list(dict.fromkeys([*run.train_splits, *run.valid_splits, *run.test_splits] if splits is None else splits))
     return Preflight(plan, {split: _read_split(config, split) for split in wanted})

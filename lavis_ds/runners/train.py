@@ -107,6 +107,7 @@ class TrainRunner:
                     self._save()
                 if wants_stop and state.step < self.total_steps:
                     return True
+                timer.restart()
         self._save()
         return False
 

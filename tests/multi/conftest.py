@@ -15,6 +15,8 @@ def _build_shared_memory_op() -> bool:
 
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_once() -> None:
-    """DeepSpeed compiles an operation when it first runs on a CPU. Ranks that are killed while they compile leave a lock
-    behind on which every later run waits, so it is compiled before any rank is under a short time-out."""
+    """What DeepSpeed compiles when it first runs on a CPU is there before any rank is under a short time-out.
+
+    Ranks that are killed while they compile leave a lock behind, on which every later run would wait.
+    """
     run_ranks(_build_shared_memory_op, 1, timeout_s=280, join_group=False)

@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -224,7 +224,8 @@ def launch(
             time.sleep(0.5)
             _kill_marked(mark, signal.SIGKILL)
             text = f"stdout:\n{_tail(_content(stdout))}\nstderr:\n{_tail(_content(stderr))}"
-            raise RanksFailed(f"still running after {timeout_s:.0f} s and killed: {' '.join(command)}\n{text}") from None
+            what = f"still running after {timeout_s:.0f} s and killed: {' '.join(command)}"
+            raise RanksFailed(f"{what}\n{text}") from None
         finally:
             _kill_marked(mark, signal.SIGKILL)
             process.wait()
@@ -261,7 +262,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def _without_shared_buffers(port: int) -> Any:
+def _without_shared_buffers(port: int) -> Iterator[None]:
     """Remove the buffers of 69 MB a rank that DeepSpeed's CPU all-reduce leaves in shared memory, named by port."""
     try:
         yield

@@ -29,7 +29,9 @@ PARTS = [(kind, entry.name) for kind, registry in KINDS.items() for entry in reg
 
 
 def test_reading_every_option_of_every_part_loads_no_heavy_library() -> None:
-    done = subprocess.run([sys.executable, "-c", READ_EVERY_OPTION], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", READ_EVERY_OPTION], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, done.stderr
     assert HEAVY & set(json.loads(done.stdout)) == set()
 

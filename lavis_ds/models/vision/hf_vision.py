@@ -137,6 +137,8 @@ def _fit_image_size(tower: Any, size: int) -> dict[str, Any]:
         ConfigError: the size is no multiple of the patch size, or the model can't interpolate its positions.
     """
     embeddings, config = tower.embeddings, tower.config
+    if size == config.image_size:  # need not be a multiple: SigLIP so400m cuts 384 px into 27 patches of 14
+        return {}
     if size % config.patch_size:
         raise ConfigError(
             "the image size is no multiple of the patch size.",
@@ -144,7 +146,7 @@ def _fit_image_size(tower: Any, size: int) -> dict[str, Any]:
             given=size,
             expected=f"a multiple of {config.patch_size}",
         )
-    if size == config.image_size or hasattr(tower, "rope_embeddings"):
+    if hasattr(tower, "rope_embeddings"):
         return {}
     if not hasattr(embeddings, "interpolate_pos_encoding"):
         raise ConfigError(

@@ -83,7 +83,8 @@ class ConsoleObserver(Observer):
 
     def on_end(self, status: str) -> None:
         self.close()
-        self._line(f"Run {status} after step {self._step} of {self._total_steps} in {duration(self._clock() - self._started_s)}.")
+        took = duration(self._clock() - self._started_s)
+        self._line(f"Run {status} after step {self._step} of {self._total_steps} in {took}.")
 
     def close(self) -> None:
         if self._progress is not None:
@@ -101,7 +102,9 @@ class ConsoleObserver(Observer):
             TextColumn("{task.percentage:.0f}%  {task.fields[numbers]}  left {task.fields[left]}"),
         )
         self._progress = Progress(*columns, console=self._console, refresh_per_second=4)
-        self._bar = self._progress.add_task("train", total=self._total_steps, completed=self._step, numbers="", left="?")
+        self._bar = self._progress.add_task(
+            "train", total=self._total_steps, completed=self._step, numbers="", left="?"
+        )
         self._progress.start()
 
     def _time_left(self) -> str:

@@ -20,19 +20,25 @@ class JsonlObserver(Observer):
     (an fp16 step that was skipped) is written as `Infinity`, which Python and jq read.
     """
 
+    _path: Path | None = None
     _file: TextIO | None = None
 
     def on_start(self, run: RunInfo, state: object) -> None:
-        path = run.folder / FILE_NAME
-        if path.exists():
-            cut(path, run.start_step)
-        self._file = path.open("a", encoding="utf-8")
+        self._path = run.folder / FILE_NAME
 
     def on_step(self, step: int, metrics: Metrics) -> None:
         if self._file is None:
-            raise RuntimeError("on_step came before on_start")
+            self._file = self._open(step - 1)
         self._file.write(json.dumps({"step": step, **metrics}, ensure_ascii=False) + "\n")
         self._file.flush()
+
+    def _open(self, last_step: int) -> TextIO:
+        """The file, cut to `last_step`. Not before the first step: evaluating an old checkpoint must cut nothing."""
+        if self._path is None:
+            raise RuntimeError("on_step came before on_start")
+        if self._path.exists():
+            cut(self._path, last_step)
+        return self._path.open("a", encoding="utf-8")
 
     def on_checkpoint(self, step: int, path: Path) -> None:
         if self._file is not None:

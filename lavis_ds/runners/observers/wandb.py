@@ -47,7 +47,7 @@ class WandbObserver(Observer):
             config=run.config,
         )
         id_file.write_text(f"{self._run.id}\n")
-        # Our own step is the x axis: wandb's internal one only grows, and would drop the steps that a resume does again.
+        # Our own step is the x axis: wandb's internal one only grows, so it would drop the steps a resume does again.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

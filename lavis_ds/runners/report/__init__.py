@@ -1,4 +1,4 @@
-"""The report: one self-contained HTML page for a run, or for several compared. No scripts, nothing loaded from elsewhere."""
+"""The report: one self-contained HTML page for a run, or for several compared. No scripts, nothing loaded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
 
     Args:
         folders: run folders; the first is the one that others are compared with.
-        output: where to write; by default `report.html` in the run folder, or `comparison.html` beside the first of several.
+        output: where to write; by default `report.html` in the run folder, for several `comparison.html` beside the
+            first of them.
 
     Raises:
         ConfigError: a folder is no run folder, or none or more than MAX_RUNS are given.
@@ -35,7 +36,9 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
     runs = [read_run(Path(folder)) for folder in folders]
     _tell_apart(runs)
     if output is None:
-        output = runs[0].folder / "report.html" if len(runs) == 1 else runs[0].folder.resolve().parent / "comparison.html"
+        output = (
+            runs[0].folder / "report.html" if len(runs) == 1 else runs[0].folder.resolve().parent / "comparison.html"
+        )
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = output.with_name(output.name + ".tmp")
     temporary.write_text(render(runs), encoding="utf-8")
@@ -53,7 +56,13 @@ def _tell_apart(runs: list[Run]) -> None:
 
 def render(runs: list[Run]) -> str:
     """The page of these runs as HTML. Every text that comes from data is escaped."""
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     galleries = [g for run in runs for g in gallery.galleries(run, max(1, _GALLERY_SIZE // len(runs)))]
     return environment.get_template("page.html").render(
         runs=runs,
@@ -75,12 +84,28 @@ def charts(runs: list[Run]) -> list[Chart]:
     step_time = _metric(runs, "time/step_s", "whole step", "noisy")
     if len(runs) == 1:
         step_time += [replace(series, color=1) for series in _metric(runs, "time/data_s", "waiting for data", "noisy")]
+    accuracy = _evaluated(runs, "accuracy") or _evaluated(runs, "token_accuracy")
     drawn = [
         curves.draw("Loss", loss, "per target token"),
-        curves.draw("Accuracy in evaluation", _evaluated(runs, "accuracy"), from_zero=True, text=lambda share: f"{100 * share:.3g} %"),
+        curves.draw(
+            "Accuracy in evaluation",
+            accuracy,
+            from_zero=True,
+            text=lambda share: f"{100 * share:.3g} %",
+        ),
         curves.draw("Learning rate", _metric(runs, "train/lr", "learning rate", "line"), from_zero=True),
-        curves.draw("Gradient norm", _metric(runs, "train/grad_norm", "gradient norm", "noisy"), "before clipping", from_zero=True),
-        curves.draw("Throughput", _metric(runs, "throughput/tokens_per_s", "tokens/s", "noisy"), "tokens per second", from_zero=True),
+        curves.draw(
+            "Gradient norm",
+            _metric(runs, "train/grad_norm", "gradient norm", "noisy"),
+            "before clipping",
+            from_zero=True,
+        ),
+        curves.draw(
+            "Throughput",
+            _metric(runs, "throughput/tokens_per_s", "tokens/s", "noisy"),
+            "tokens per second",
+            from_zero=True,
+        ),
         curves.draw("Time of a step", step_time, "seconds", from_zero=True),
     ]
     return [chart for chart in drawn if chart is not None]
@@ -100,7 +125,13 @@ def _evaluated(runs: list[Run], score_name: str) -> list[Series]:
     series = []
     for index, run in enumerate(runs):
         for number, split in enumerate(dict.fromkeys(e.split for e in run.evaluations)):
-            found = [(e.step, s.value) for e in run.evaluations if e.split == split for s in scores(e.metrics) if s.name == score_name]
+            found = [
+                (e.step, s.value)
+                for e in run.evaluations
+                if e.split == split
+                for s in scores(e.metrics)
+                if s.name == score_name
+            ]
             if len(found) < 2:
                 continue
             steps, values = np.array(found, dtype=float).T

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 
@@ -87,7 +88,7 @@ class _Curve:
 
 
 def smooth(values: Array, span: float) -> Array:
-    """Exponential moving average with bias correction, (n,): as if over about `span` values, exact from the first on."""
+    """Exponential moving average with bias correction, (n,), as if over about `span` values."""
     keep = 1 - 2 / (span + 1)
     total, weight, out = 0.0, 0.0, np.empty(len(values))
     for i, value in enumerate(values):
@@ -153,7 +154,12 @@ def _prepare(series: Series) -> _Curve:
     starts = np.unique(np.linspace(0, len(values), min(len(values), _LINE_POINTS), endpoint=False).astype(int))
     ends = np.append(starts[1:], len(values)) - 1
     return _Curve(
-        series, steps[ends], line[ends], np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts), values
+        series,
+        steps[ends],
+        line[ends],
+        np.minimum.reduceat(values, starts),
+        np.maximum.reduceat(values, starts),
+        values,
     )
 
 
@@ -196,12 +202,15 @@ def _path(points: Sequence[tuple[float, float]]) -> str:
 
 
 def _hovers(
-    curves: Sequence[_Curve], x_of: Callable[[float], float], y_of: Callable[[float], float], text: Callable[[float], str]
+    curves: Sequence[_Curve],
+    x_of: Callable[[float], float],
+    y_of: Callable[[float], float],
+    text: Callable[[float], str],
 ) -> list[Hover]:
     steps = np.unique(np.concatenate([c.steps for c in curves]))
     steps = steps[np.unique(np.linspace(0, len(steps) - 1, min(len(steps), _HOVER_POINTS)).astype(int))]
     xs = [x_of(s) for s in steps]
-    edges = [LEFT, *((a + b) / 2 for a, b in zip(xs, xs[1:], strict=False)), WIDTH - RIGHT]
+    edges = [LEFT, *((a + b) / 2 for a, b in pairwise(xs)), WIDTH - RIGHT]
     hovers = []
     for i, (step, x) in enumerate(zip(steps, xs, strict=True)):
         dots, lines = [], [f"step {int(step):,}"]

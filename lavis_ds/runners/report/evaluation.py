@@ -60,7 +60,9 @@ def _split(name: str, runs: list[Run]) -> Split:
     score_names = dict.fromkeys(score.name for _, _, score in rows)
     steps = sorted({e.step for _, _, e in newest})
     groups = [
-        BarGroup(s.removeprefix("accuracy/"), "/" in s, [_bar(c, run, score) for c, run, score in rows if score.name == s])
+        BarGroup(
+            s.removeprefix("accuracy/"), "/" in s, [_bar(c, run, score) for c, run, score in rows if score.name == s]
+        )
         for s in score_names
     ]
     histories = [_history(run.name, [e for e in run.evaluations if e.split == name]) for run in runs]
@@ -81,4 +83,4 @@ def _bar(color: int, run: Run, score: Score) -> Bar:
 def _history(run_name: str, evaluations: list[Evaluation]) -> History:
     texts = [(e.step, {s.name: s.text() for s in scores(e.metrics)}) for e in evaluations]
     names = list(dict.fromkeys(name for _, row in texts for name in row))
-    return History(run_name, names, [(step, [row.get(name, "–") for name in names]) for step, row in texts])
+    return History(run_name, names, [(step, [row.get(name, "-") for name in names]) for step, row in texts])

@@ -1,4 +1,4 @@
-"""A run folder, read into one object; what is missing or damaged becomes a sentence for the page, never an exception."""
+"""A run folder, read into one object; what is missing or damaged becomes a sentence, never an exception."""
 
 from __future__ import annotations
 

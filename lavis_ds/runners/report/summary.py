@@ -71,7 +71,7 @@ def table_of(runs: list[Run], rows_of: Callable[[Run], dict[str, str]]) -> list[
     """One row a label, one column a run; a label that a run lacks is a dash there."""
     columns = [rows_of(run) for run in runs]
     labels = list(dict.fromkeys(label for column in columns for label in column))
-    return [Row(label, [column.get(label, "–") for column in columns]) for label in labels]
+    return [Row(label, [column.get(label, "-") for column in columns]) for label in labels]
 
 
 def settings(run: Run) -> dict[str, str]:
@@ -129,7 +129,11 @@ def _throughput(run: Run) -> Figure | None:
     if not len(values):
         return None
     mfu = run.values("throughput/mfu")
-    return Figure("Tokens per second", short(float(np.median(values))), f"median · MFU {percent(float(np.median(mfu)))}" if len(mfu) else "median")
+    return Figure(
+        "Tokens per second",
+        short(float(np.median(values))),
+        f"median · MFU {percent(float(np.median(mfu)))}" if len(mfu) else "median",
+    )
 
 
 def _time(run: Run) -> Figure | None:

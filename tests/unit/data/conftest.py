@@ -24,7 +24,7 @@ TOKENS_PER_IMAGE = 3
 
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Bytes and a few merges, among them one of two newlines, which tells tokenising piecewise from tokenising at once."""
+    """Bytes and a few merges; that of two newlines tells tokenising by pieces from tokenising at once."""
     merges = [("Ċ", "Ċ"), ("t", "h"), ("th", "e"), ("Ġ", "the")]
     symbols = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *("".join(pair) for pair in merges)]
     backend = Tokenizer(BPE(vocab={symbol: i for i, symbol in enumerate(symbols)}, merges=merges))

@@ -10,7 +10,9 @@ from lavis_ds.errors import ConfigError, DataError
 SIZES = (7, 0, 4)
 
 
-def plan(order: SampleOrder, ranks: int = 1, micro: int = 1, rank: int = 0, total: int = 40, batch: int = 12) -> StepPlan:
+def plan(
+    order: SampleOrder, ranks: int = 1, micro: int = 1, rank: int = 0, total: int = 40, batch: int = 12
+) -> StepPlan:
     return StepPlan(order, batch, micro, ranks, rank, total)
 
 
@@ -47,7 +49,9 @@ class TestSampleOrder:
 
     def test_the_permutation_is_what_it_always_was(self) -> None:
         """A resumed run relies on it, whatever the version of NumPy."""
-        assert [SampleOrder([10], seed=42).at(i).index for i in range(20)] == [9, 9]
+        order = SampleOrder([10], seed=42)
+        assert [order.at(i).index for i in range(10)] == [0, 1, 4, 2, 6, 8, 5, 9, 7, 3]
+        assert [order.at(i).index for i in range(10, 20)] == [7, 3, 4, 2, 5, 9, 6, 8, 0, 1]
 
     def test_without_shuffling_the_datasets_follow_each_other(self) -> None:
         order = SampleOrder(SIZES, seed=0, shuffle=False)

@@ -11,14 +11,21 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lavis_ds.batch import IGNORE_INDEX, PADDING_SEGMENT, Batch
+from lavis_ds.batch import IGNORE_INDEX, Batch
 from lavis_ds.config.decode import decode
 from lavis_ds.models.configs import VlmConfig
 from lavis_ds.models.vlm import Vlm
 
 torch.set_num_threads(1)
 
-SENTENCES = ["What shape is in the picture?", "a red circle", "Is there a blue square?", "yes", "no", "a green triangle"]
+SENTENCES = [
+    "What shape is in the picture?",
+    "a red circle",
+    "Is there a blue square?",
+    "yes",
+    "no",
+    "a green triangle",
+]
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|image_pad|>"]
 
 QWEN3: dict[str, Any] = {
@@ -53,7 +60,10 @@ def tokenizer_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=400,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(SENTENCES, trainer)
     folder = tmp_path_factory.mktemp("tokenizer")
@@ -99,7 +109,10 @@ def make_batch(num_image_tokens: int, lengths: tuple[int, ...] = (12, 9), *, ima
     mask = torch.arange(longest)[None] < torch.tensor(lengths)[:, None]
     for row, length in enumerate(lengths):
         labels[row, length - 3 : length] = ids[row, length - 3 : length]
-    index = torch.cat([torch.arange(num_image_tokens) + row * longest + 1 for row in range(images)] or [torch.tensor([], dtype=torch.long)])
+    index = torch.cat(
+        [torch.arange(num_image_tokens) + row * longest + 1 for row in range(images)]
+        or [torch.tensor([], dtype=torch.long)]
+    )
     pixels = torch.randint(0, 256, (max(images, 1), 3, 32, 32), generator=generator, dtype=torch.uint8)
     return Batch(
         input_ids=ids.masked_fill(~mask, 0),
@@ -124,16 +137,6 @@ def _make_batch() -> Callable[..., Batch]:
 @pytest.fixture
 def qwen3() -> dict[str, Any]:
     return dict(QWEN3)
-
-
-@pytest.fixture
-def vit() -> dict[str, Any]:
-    return dict(VIT)
-
-
-@pytest.fixture
-def padding_segment() -> int:
-    return PADDING_SEGMENT
 
 
 @pytest.fixture

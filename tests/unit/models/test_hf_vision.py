@@ -12,8 +12,6 @@ from transformers import (
     CLIPModel,
     Dinov2Config,
     Dinov2Model,
-    DINOv3ViTConfig,
-    Dinov2WithRegistersConfig,
     SiglipConfig,
     SiglipModel,
     ViTConfig,
@@ -31,7 +29,13 @@ SHAPE: dict[str, Any] = {
     "image_size": 32,
     "patch_size": 8,
 }
-TEXT: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 50}
+TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "vocab_size": 50,
+}
 DINO = {k: v for k, v in SHAPE.items() if k != "intermediate_size"}
 MEAN, STD = [0.4, 0.5, 0.6], [0.2, 0.25, 0.3]
 
@@ -123,12 +127,19 @@ def test_every_parameter_gets_a_gradient(shape: dict[str, Any], prefix: int) -> 
         ({"config": {"model_type": "clip_vision_model", **SHAPE, "patch_sise": 4}}, ConfigError, "patch_size"),
         ({"config": {"model_type": "qwen3"}}, ConfigError, "patch_size, image_size"),
         ({"config": {"model_type": "clip_vision_model", **SHAPE}, "select_layer": 4}, ConfigError, "-4 to 3"),
-        ({"config": {"model_type": "clip_vision_model", **SHAPE}, "image_size": 30}, ConfigError, "multiple of 8"),
     ],
 )
 def test_wrong_options(options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make(**options)
+
+
+def test_image_sizes_and_patches(tmp_path: Path) -> None:
+    """SigLIP so400m's own 384 px are no multiple of its 14 px patches; another size must be one."""
+    assert make(config={"model_type": "siglip_vision_model", **SHAPE, "image_size": 30}).num_tokens == 9
+    save_whole("siglip", tmp_path)
+    with pytest.raises(ConfigError, match="multiple of 8"):
+        make(path=str(tmp_path), image_size=30)
 
 
 def test_folder_without_weights_or_with_others(tmp_path: Path) -> None:
@@ -139,7 +150,3 @@ def test_folder_without_weights_or_with_others(tmp_path: Path) -> None:
     Dinov2Config(**DINO).save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"lack \d+ tensors of a Dinov2Model"):
         make(path=str(tmp_path))
-
-
-def test_families_used_here_exist() -> None:
-    assert {DINOv3ViTConfig.model_type, Dinov2WithRegistersConfig.model_type} == {"dinov3_vit", "dinov2_with_registers"}

@@ -65,7 +65,9 @@ def test_later_blocks_do_not_exist(images: torch.Tensor, layer: int, blocks: int
     torch.testing.assert_close(encoder(images), expected, atol=1e-6, rtol=0)  # measured 0
 
 
-@pytest.mark.parametrize("name", ["eva_giant_patch14_clip_224", "eva_giant_patch14_224", "vit_so400m_patch14_siglip_384"])
+@pytest.mark.parametrize(
+    "name", ["eva_giant_patch14_clip_224", "eva_giant_patch14_224", "vit_so400m_patch14_siglip_384"]
+)
 def test_every_parameter_of_other_families_gets_a_gradient(images: torch.Tensor, name: str) -> None:
     encoder = make(model_name=name)
     encoder(images).square().mean().backward()

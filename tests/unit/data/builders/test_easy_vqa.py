@@ -7,12 +7,18 @@ from typing import Any
 
 import pytest
 
+from lavis_ds.config.decode import decode
+from lavis_ds.config.load import dataset_tree
 from lavis_ds.data.builders.easy_vqa import EasyVQA, question_type
-from lavis_ds.data.configs import EasyVQAConfig
+from lavis_ds.data.configs import ChatConfig, EasyVQAConfig, ImageEvalConfig, ImageTrainConfig
 from lavis_ds.data.conversation import Image, Text, Turn
 from lavis_ds.errors import ConfigError, DataError
 
-QUESTIONS = [["what is the blue shape?", "circle", 0], ["is there a circle?", "yes", 0], ["what color is it?", "red", 1]]
+QUESTIONS = [
+    ["what is the blue shape?", "circle", 0],
+    ["is there a circle?", "yes", 0],
+    ["what color is it?", "red", 1],
+]
 
 
 @pytest.fixture
@@ -73,6 +79,15 @@ def test_errors_say_what_to_do(root: Path) -> None:
     (root / "test/questions.json").unlink()
     with pytest.raises(DataError, match="there is no such file"):
         make(root).build("test")
+
+
+def test_the_shipped_defaults_evaluate_at_the_size_of_training() -> None:
+    config = decode(EasyVQAConfig, dataset_tree("easy_vqa", {"vis_processor": {"train": {"image_size": 32}}}))
+    assert config.vis_processor is not None
+    assert config.vis_processor.train == ImageTrainConfig(image_size=32, min_scale=1.0)
+    assert config.vis_processor.eval == ImageEvalConfig(image_size=32)
+    assert config.text_processor.train == ChatConfig(turns="independent", shuffle_turns=True)
+    assert config.text_processor.eval == ChatConfig()
 
 
 def test_without_package_and_root_the_error_names_both(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,7 +31,12 @@ def make(root: Path, **options: Any) -> Emoji:
 
 def test_every_style_of_a_split_asks_for_every_name(root: Path) -> None:
     samples = make(root, styles={"train": ["google", "twitter"]}).build("train")
-    assert [s.id for s in samples] == ["train/google/cat face", "train/google/dog", "train/twitter/cat face", "train/twitter/dog"]
+    assert [s.id for s in samples] == [
+        "train/google/cat face",
+        "train/google/dog",
+        "train/twitter/cat face",
+        "train/twitter/dog",
+    ]
     assert samples[0].turns == (
         Turn("user", (Image(str(root / "google/CAT FACE.png")), Text("What is this emoji?"))),
         Turn("assistant", (Text("cat face"),)),

@@ -48,7 +48,7 @@ def test_a_bad_item_is_found_when_the_split_is_built(tmp_path: Path, kind: str, 
 
 
 def test_a_missing_split_names_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no split 'trian'.*one of train, val.*Did you mean 'train'"):
+    with pytest.raises(ConfigError, match=r"no split 'trian'.*one of train, val.*Did you mean 'train'"):
         builder("llava_json", annotations={"train": "a.json", "val": "b.json"}).build("trian")
     with pytest.raises(ConfigError, match="`annotations` with a file"):
         builder("llava_json").build("train")

@@ -170,23 +170,23 @@ class TestImageEval:
 
     def test_squash_keeps_the_whole_picture(self) -> None:
         red, green, _ = self.make("squash")(gradient(80, 40), rng())
-        assert red[0, 0] < 5
-        assert red[0, -1] > 250
-        assert green[-1, 0] > 250
+        assert red[0, 0] < 10  # the first of 20 columns is the mean of four of 80: 5
+        assert red[0, -1] > 245
+        assert green[-1, 0] > 245
 
     def test_crop_keeps_the_centre_in_shape(self) -> None:
         red, green, _ = self.make("crop")(gradient(80, 40), rng())
         # Columns 20 to 60 of 80 remain, so red runs from about 66 to about 189.
         assert 60 < red[0, 0] < 72
         assert 183 < red[0, -1] < 195
-        assert green[-1, 0] > 250
+        assert green[-1, 0] > 245
 
     def test_pad_keeps_the_picture_whole_and_in_shape_on_grey(self) -> None:
         result = self.make("pad")(gradient(80, 40), rng())
         assert (result[:, :5] == 127).all()
         assert (result[:, 15:] == 127).all()
-        assert result[0, 5, -1] > 250
-        assert result[1, 14, 0] > 240
+        assert result[0, 5, -1] > 245
+        assert result[1, 14, 0] > 235
 
 
 def test_to_tensor_puts_colours_first() -> None:
