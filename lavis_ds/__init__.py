@@ -11,7 +11,14 @@ from lavis_ds import builtin as _builtin  # declares the built-in parts
 from lavis_ds import registry
 
 if TYPE_CHECKING:
-    from lavis_ds.api import dataset_zoo, load_dataset, load_model, load_model_and_preprocess, load_preprocess, model_zoo
+    from lavis_ds.api import (
+        dataset_zoo,
+        load_dataset,
+        load_model,
+        load_model_and_preprocess,
+        load_preprocess,
+        model_zoo,
+    )
 
 __version__ = "0.1.0"
 

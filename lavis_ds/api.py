@@ -12,7 +12,9 @@ from lavis_ds.config.schema import DatasetConfig, ModelConfig
 from lavis_ds.data.conversation import Conversation
 
 
-def load_model(name: str, model_type: str | None = None, is_eval: bool = False, device: Any = "cpu", **options: Any) -> Any:
+def load_model(
+    name: str, model_type: str | None = None, is_eval: bool = False, device: Any = "cpu", **options: Any
+) -> Any:
     """A registered model, built from its type's defaults and `options`.
 
     Args:
@@ -25,7 +27,11 @@ def load_model(name: str, model_type: str | None = None, is_eval: bool = False, 
     Raises:
         ConfigError: the name, the type or an option is wrong.
     """
-    config = decode(registry.models.config_class(name), model_tree({"arch": name, "model_type": model_type, **options}), where="model")
+    config = decode(
+        registry.models.config_class(name),
+        model_tree({"arch": name, "model_type": model_type, **options}),
+        where="model",
+    )
     model = registry.get_model_class(name).from_config(config).to(device)
     return model.eval() if is_eval else model
 
@@ -37,7 +43,11 @@ def load_preprocess(config: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     entry: DatasetConfig = config
     images = entry.vis_processor
-    ready = {} if images is None else {k: registry.get_processor_class(o.name)(o) for k, o in (("train", images.train), ("eval", images.eval))}
+    ready = (
+        {}
+        if images is None
+        else {k: registry.get_processor_class(o.name)(o) for k, o in (("train", images.train), ("eval", images.eval))}
+    )
     return ready, {"train": entry.text_processor.train, "eval": entry.text_processor.eval}
 
 
@@ -63,7 +73,11 @@ def load_model_and_preprocess(
     if model.image_size is None:
         return model, {}, {"train": chat, "eval": chat}
     size = {"image_size": model.image_size}
-    return model, {"train": made("image_train", **size), "eval": made("image_eval", **size)}, {"train": chat, "eval": chat}
+    return (
+        model,
+        {"train": made("image_train", **size), "eval": made("image_eval", **size)},
+        {"train": chat, "eval": chat},
+    )
 
 
 def load_dataset(name: str, splits: Sequence[str] | None = None, **options: Any) -> dict[str, Sequence[Conversation]]:
@@ -74,7 +88,9 @@ def load_dataset(name: str, splits: Sequence[str] | None = None, **options: Any)
         splits: which ones; all that the options give files for where left out.
         options: keys of the dataset's entry, such as `annotations`.
     """
-    config = decode(registry.builders.config_class(name), dataset_tree(name, {"builder": name, **options}), where=f"datasets.{name}")
+    config = decode(
+        registry.builders.config_class(name), dataset_tree(name, {"builder": name, **options}), where=f"datasets.{name}"
+    )
     builder = registry.get_builder_class(name)(name, config)
     return {split: builder.build(split) for split in (splits or builder.splits())}
 
@@ -84,7 +100,10 @@ class ModelZoo:
 
     def types(self) -> dict[str, list[str]]:
         """Model -> its named types."""
-        return {name: sorted(p.stem for p in (configs_dir() / "models" / name).glob("*.yaml")) for name in registry.list_models()}
+        return {
+            name: sorted(p.stem for p in (configs_dir() / "models" / name).glob("*.yaml"))
+            for name in registry.list_models()
+        }
 
     def __iter__(self) -> Any:
         return iter((name, kind) for name, kinds in self.types().items() for kind in kinds or [""])
@@ -93,7 +112,11 @@ class ModelZoo:
         return sum(1 for _ in self)
 
     def __str__(self) -> str:
-        lines = [f"{'arch':<24} types", "=" * 60, *(f"{name:<24} {', '.join(kinds)}" for name, kinds in self.types().items())]
+        lines = [
+            f"{'arch':<24} types",
+            "=" * 60,
+            *(f"{name:<24} {', '.join(kinds)}" for name, kinds in self.types().items()),
+        ]
         return "\n".join(lines)
 
 

@@ -7,7 +7,11 @@ from lavis_ds import registry as r
 
 def declare() -> None:
     """Put every built-in part into its registry."""
-    model_configs, data_configs, task_configs = "lavis_ds.models.configs", "lavis_ds.data.configs", "lavis_ds.tasks.configs"
+    model_configs, data_configs, task_configs = (
+        "lavis_ds.models.configs",
+        "lavis_ds.data.configs",
+        "lavis_ds.tasks.configs",
+    )
 
     for name, target, config in [
         ("vlm", "lavis_ds.models.vlm:Vlm", "VlmConfig"),
@@ -16,11 +20,19 @@ def declare() -> None:
     ]:
         r.models.declare(name, target, f"{model_configs}:{config}")
     r.vision_encoders.declare("timm_vit", "lavis_ds.models.vision.timm_vit:TimmViT", f"{model_configs}:TimmViTConfig")
-    r.vision_encoders.declare("hf_vision", "lavis_ds.models.vision.hf_vision:HFVision", f"{model_configs}:HFVisionConfig")
-    r.projectors.declare("linear", "lavis_ds.models.projectors.linear:LinearProjector", f"{model_configs}:LinearProjectorConfig")
+    r.vision_encoders.declare(
+        "hf_vision", "lavis_ds.models.vision.hf_vision:HFVision", f"{model_configs}:HFVisionConfig"
+    )
+    r.projectors.declare(
+        "linear", "lavis_ds.models.projectors.linear:LinearProjector", f"{model_configs}:LinearProjectorConfig"
+    )
     r.projectors.declare("mlp", "lavis_ds.models.projectors.mlp:MLPProjector", f"{model_configs}:MLPProjectorConfig")
-    r.projectors.declare("qformer", "lavis_ds.models.projectors.qformer:QFormerProjector", f"{model_configs}:QFormerProjectorConfig")
-    r.language_models.declare("hf_causal_lm", "lavis_ds.models.language.hf_causal_lm:HFCausalLM", f"{model_configs}:HFCausalLMConfig")
+    r.projectors.declare(
+        "qformer", "lavis_ds.models.projectors.qformer:QFormerProjector", f"{model_configs}:QFormerProjectorConfig"
+    )
+    r.language_models.declare(
+        "hf_causal_lm", "lavis_ds.models.language.hf_causal_lm:HFCausalLM", f"{model_configs}:HFCausalLMConfig"
+    )
 
     for name, target, config in [
         ("minigpt4qwen_json", "lavis_ds.data.builders.minigpt4qwen_json:MiniGPT4QwenJson", "MiniGPT4QwenJsonConfig"),

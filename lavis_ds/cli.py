@@ -30,34 +30,52 @@ def parser() -> argparse.ArgumentParser:
 
     train = _add(commands, "train", _train, "train a model; under deepspeed or torchrun use scripts/train.py")
     _add_config(train)
-    train.add_argument("--resume", metavar="auto|none|DIR", help="continue from the newest complete checkpoint, or from DIR")
-    train.add_argument("--job-id", metavar="NAME", help="name of the run folder in run.output_dir; a time stamp if left out")
+    train.add_argument(
+        "--resume", metavar="auto|none|DIR", help="continue from the newest complete checkpoint, or from DIR"
+    )
+    train.add_argument(
+        "--job-id", metavar="NAME", help="name of the run folder in run.output_dir; a time stamp if left out"
+    )
     train.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # launchers add it
 
     evaluate = _add(commands, "evaluate", _evaluate, "score a checkpoint on a split")
     _add_config(evaluate, required=False)
-    evaluate.add_argument("--checkpoint", metavar="DIR", required=True, help="checkpoint folder, or a run folder for its newest one")
+    evaluate.add_argument(
+        "--checkpoint", metavar="DIR", required=True, help="checkpoint folder, or a run folder for its newest one"
+    )
     evaluate.add_argument("--split", help="split to evaluate; run.test_splits if left out")
     evaluate.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
 
     generate = _add(commands, "generate", _generate, "ask a trained model about a picture")
-    generate.add_argument("--checkpoint", metavar="DIR", required=True, help="checkpoint folder, or a run folder for its newest one")
+    generate.add_argument(
+        "--checkpoint", metavar="DIR", required=True, help="checkpoint folder, or a run folder for its newest one"
+    )
     generate.add_argument("--prompt", required=True, help="what to ask")
-    generate.add_argument("--image", action="append", default=[], metavar="FILE", help="picture; may be given several times")
+    generate.add_argument(
+        "--image", action="append", default=[], metavar="FILE", help="picture; may be given several times"
+    )
     generate.add_argument("--max-new-tokens", type=int, default=64, help="longest answer, in tokens")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token each time")
 
-    show = _add(commands, "show-config", _show_config, "print the resolved configuration, or every key with its meaning")
+    show = _add(
+        commands, "show-config", _show_config, "print the resolved configuration, or every key with its meaning"
+    )
     _add_config(show, required=False)
     show.add_argument("--help-keys", action="store_true", help="print every key with type, default and meaning")
 
     listing = _add(commands, "list", _list, "print the registered names")
-    listing.add_argument("kind", nargs="?", help="models, builders, tasks, processors, runners, lr_schedulers, ...; all if left out")
-    listing.add_argument("--plugin", action="append", default=[], metavar="FILE", help="also list what this file or module registers")
+    listing.add_argument(
+        "kind", nargs="?", help="models, builders, tasks, processors, runners, lr_schedulers, ...; all if left out"
+    )
+    listing.add_argument(
+        "--plugin", action="append", default=[], metavar="FILE", help="also list what this file or module registers"
+    )
 
     report = _add(commands, "report", _report, "write one HTML page for a run, or several compared")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
-    report.add_argument("--output", metavar="FILE", help="where to write it; report.html in the first run folder if left out")
+    report.add_argument(
+        "--output", metavar="FILE", help="where to write it; report.html in the first run folder if left out"
+    )
     return root
 
 
@@ -120,7 +138,9 @@ def _rank_prefix() -> str:
     return f"[rank {os.environ['RANK']}] " if _in_process_group() and os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
-def _add(commands: "argparse._SubParsersAction[_Parser]", name: str, run: Command, text: str) -> argparse.ArgumentParser:
+def _add(
+    commands: argparse._SubParsersAction[_Parser], name: str, run: Command, text: str
+) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     command.set_defaults(run=run)
     command.add_argument("--debug", action="store_true", help="print the traceback of an error")
@@ -130,7 +150,13 @@ def _add(commands: "argparse._SubParsersAction[_Parser]", name: str, run: Comman
 def _add_config(command: argparse.ArgumentParser, *, required: bool = True) -> None:
     command.add_argument("--cfg", "--cfg-path", metavar="FILE", required=required, help="the project's YAML file")
     command.add_argument(
-        "--options", "--cfg-options", nargs="*", action="extend", default=[], metavar="KEY=VALUE", help="overrides, such as run.init_lr=1e-4"
+        "--options",
+        "--cfg-options",
+        nargs="*",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="overrides, such as run.init_lr=1e-4",
     )
 
 
@@ -150,7 +176,11 @@ def _generate(arguments: argparse.Namespace) -> int:
     from lavis_ds.runners.generate import generate
 
     answer = generate(
-        arguments.checkpoint, arguments.prompt, arguments.image, max_new_tokens=arguments.max_new_tokens, temperature=arguments.temperature
+        arguments.checkpoint,
+        arguments.prompt,
+        arguments.image,
+        max_new_tokens=arguments.max_new_tokens,
+        temperature=arguments.temperature,
     )
     print(answer)
     return 0
@@ -180,7 +210,13 @@ def _list(arguments: argparse.Namespace) -> int:
     plugins.load_all({"plugins": arguments.plugin}, Path.cwd())
     if arguments.kind is not None and arguments.kind not in registry.KINDS:
         hint = did_you_mean(arguments.kind, registry.KINDS)
-        raise ConfigError("there is no such kind of part.", where="lavis-ds list", given=arguments.kind, expected=f"one of {', '.join(registry.KINDS)}", hint=hint)
+        raise ConfigError(
+            "there is no such kind of part.",
+            where="lavis-ds list",
+            given=arguments.kind,
+            expected=f"one of {', '.join(registry.KINDS)}",
+            hint=hint,
+        )
     for kind, parts in registry.KINDS.items():
         if arguments.kind in (None, kind):
             print(f"{kind}:" if arguments.kind is None else "", end="\n" if arguments.kind is None else "")

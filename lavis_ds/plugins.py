@@ -65,7 +65,9 @@ def _import_file(path: Path) -> None:
     search = [str(path)] if path.is_dir() else None
     spec = importlib.util.spec_from_file_location(name, source, submodule_search_locations=search)
     if spec is None or spec.loader is None or not source.is_file():
-        raise ConfigError("this is neither a Python file nor a folder with __init__.py.", where="plugins", given=str(path))
+        raise ConfigError(
+            "this is neither a Python file nor a folder with __init__.py.", where="plugins", given=str(path)
+        )
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
@@ -81,6 +83,13 @@ def _run(load: Any, name: str) -> None:
     except LavisError:
         raise
     except ModuleNotFoundError as error:
-        raise ConfigError(f"the plugin needs the module {error.name!r}, which is not installed.", where="plugins", given=name) from error
+        raise ConfigError(
+            f"the plugin needs the module {error.name!r}, which is not installed.", where="plugins", given=name
+        ) from error
     except Exception as error:
-        raise ConfigError(f"the plugin raised {type(error).__name__}: {error}", where="plugins", given=name, hint="Use --debug for the traceback.") from error
+        raise ConfigError(
+            f"the plugin raised {type(error).__name__}: {error}",
+            where="plugins",
+            given=name,
+            hint="Use --debug for the traceback.",
+        ) from error

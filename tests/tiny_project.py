@@ -1,4 +1,4 @@
-"""A whole project in a folder: pictures, text-only and several-picture samples of unequal length, a tokenizer, a YAML."""
+"""A whole project in a folder: samples with no, one and two pictures, of unequal length; a tokenizer; a YAML."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from PIL import Image
 NUM_SAMPLES = 22
 """Not a multiple of any global batch used, so that epochs end inside a step and the last step is short."""
 
-WORDS = "red green blue square circle the a what is shape color of picture yes no there left right under over".split()
+WORDS = (
+    "red", "green", "blue", "square", "circle", "the", "a", "what", "is", "shape", "color", "of", "picture", "yes", "no",
+    "there", "left", "right", "under", "over",
+)  # fmt: skip
 
 
 def make_project(folder: Path, **run: Any) -> Path:
@@ -39,11 +42,11 @@ def _item(folder: Path, number: int, rng: np.random.Generator) -> dict[str, Any]
         names.append(name)
     turns = []
     for turn in range(1 + number % 3):
-        question = " ".join(rng.choice(WORDS, 2 + int(rng.integers(8))))
+        question = " ".join(rng.choice(list(WORDS), 2 + int(rng.integers(8))))
         markers = "<image>\n" * num_images if turn == 0 else ""
         turns += [
             {"from": "human", "value": markers + question},
-            {"from": "gpt", "value": " ".join(rng.choice(WORDS, 1 + int(rng.integers(9))))},
+            {"from": "gpt", "value": " ".join(rng.choice(list(WORDS), 1 + int(rng.integers(9))))},
         ]
     item: dict[str, Any] = {"id": f"s{number}", "conversations": turns}
     return {**item, "image": names} if names else item
@@ -109,7 +112,9 @@ def _tokenizer(folder: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator([" ".join(WORDS)], trainer)
     PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

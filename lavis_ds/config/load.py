@@ -68,7 +68,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     if not path.is_file():
         siblings = [p.name for p in path.parent.glob("*.y*ml")] if path.parent.is_dir() else []
         raise ConfigError(
-            "there is no such file.", where=str(path), hint=did_you_mean(path.name, siblings) or "Check --cfg and the working directory."
+            "there is no such file.",
+            where=str(path),
+            hint=did_you_mean(path.name, siblings) or "Check --cfg and the working directory.",
         )
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path))
@@ -78,7 +80,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"this file holds no mapping of keys to values ({error}).", where=str(path)) from error
     if not isinstance(tree, dict):
         raise ConfigError(
-            "the file must hold a mapping with `model:`, `datasets:` and `run:`.", where=str(path), given=type(tree).__name__
+            "the file must hold a mapping with `model:`, `datasets:` and `run:`.",
+            where=str(path),
+            given=type(tree).__name__,
         )
     return {str(key): value for key, value in tree.items()}
 
@@ -92,7 +96,12 @@ def _merge_options(tree: dict[str, Any], options: Sequence[str]) -> dict[str, An
     for option in options:
         key, equals, _ = option.partition("=")
         if not equals or not key:
-            raise ConfigError("an option must read key=value.", where="--options", given=repr(option), hint="For example run.init_lr=1e-4.")
+            raise ConfigError(
+                "an option must read key=value.",
+                where="--options",
+                given=repr(option),
+                hint="For example run.init_lr=1e-4.",
+            )
     run = tree.get("run")
     if options and isinstance(run, dict) and isinstance(run.get("deepspeed_config"), str):
         # else an option for a key inside would take the place of the whole preset

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from lavis_ds import registry
 from lavis_ds.config.base import ComponentOf, Config
@@ -32,13 +31,17 @@ def text() -> str:
         for entry in parts:
             options = parts.config_class(entry.name)
             about = inspect.getdoc(options) or ""
-            sections.append(f"## {title} `{entry.name}`\n\n{about.splitlines()[0] if about else ''}\n\n{_table(options)}")
+            sections.append(
+                f"## {title} `{entry.name}`\n\n{about.splitlines()[0] if about else ''}\n\n{_table(options)}"
+            )
     return "\n\n".join(sections) + "\n"
 
 
 def _table(options: type[Config]) -> str:
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    return "\n".join(rows + [f"| `{name}` | {kind} | {default} | {meaning} |" for name, kind, default, meaning in _rows(options)])
+    return "\n".join(
+        rows + [f"| `{name}` | {kind} | {default} | {meaning} |" for name, kind, default, meaning in _rows(options)]
+    )
 
 
 def _rows(options: type[Config]) -> Iterator[tuple[str, str, str, str]]:
@@ -51,7 +54,9 @@ def _type(field: FieldInfo) -> str:
     if component is not None:
         return f"{component.registry.kind} by name"
     annotation: Any = field.annotation
-    shown = annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
+    shown = (
+        annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
+    )
     shown = re.sub(r"typing\.|lavis_ds\.config\.\w+\.|Annotated\[(\w+), [^\]]*\]+", lambda m: m.group(1) or "", shown)
     return shown.replace("|", "or").replace("NoneType", "null").replace("None", "null")
 
@@ -59,7 +64,7 @@ def _type(field: FieldInfo) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value = field.default if field.default is not PydanticUndefined else field.default_factory() if field.default_factory else None  # type: ignore[call-arg]
+    value: Any = field.get_default(call_default_factory=True, validated_data={})
     if isinstance(value, Config):
         return "see its own table"
     return f"`{'null' if value is None else str(value).lower() if isinstance(value, bool) else value}`"

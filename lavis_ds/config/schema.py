@@ -31,12 +31,15 @@ class ModelConfig(Config):
     """Options that every model has."""
 
     arch: str = Field(description="registered name of the model")
-    model_type: str | None = Field(None, description="named defaults, read from configs/models/<arch>/<model_type>.yaml")
+    model_type: str | None = Field(
+        None, description="named defaults, read from configs/models/<arch>/<model_type>.yaml"
+    )
     pretrained: LocalPath | None = Field(
         None, description="weights to start from: a checkpoint folder of an earlier run, or its weights folder"
     )
     freeze: Names = Field(
-        default_factory=list, description="what does not train: names of parts (vision, ...) or patterns such as language.*.layers.0.*"
+        default_factory=list,
+        description="what does not train: names of parts (vision, ...) or patterns such as language.*.layers.0.*",
     )
     max_txt_len: int = Field(512, ge=8, description="longest sample in tokens, image tokens included")
 
@@ -48,7 +51,9 @@ class ProcessorConfig(NamedConfig):
 class ProcessorsConfig(Config):
     """The processor used in training and the one used in evaluation (the same where only one is given)."""
 
-    train: Annotated[ProcessorConfig, ComponentOf(registry.processors)] = Field(description="processor of training splits")
+    train: Annotated[ProcessorConfig, ComponentOf(registry.processors)] = Field(
+        description="processor of training splits"
+    )
     eval: Annotated[ProcessorConfig, ComponentOf(registry.processors)] = Field(description="processor of evaluation")
 
     @model_validator(mode="before")
@@ -79,9 +84,12 @@ class DatasetConfig(Config):
     builder: str = Field(description="registered name of the builder; the entry's own name where it is left out")
     annotations: dict[str, Paths] = Field(default_factory=dict, description="split name -> annotation file or files")
     image_root: LocalPath | None = Field(None, description="folder that image paths are relative to")
-    vis_processor: ImageProcessorsConfig | None = Field(None, description="turns a picture into pixels; left out for text-only data")
+    vis_processor: ImageProcessorsConfig | None = Field(
+        None, description="turns a picture into pixels; left out for text-only data"
+    )
     text_processor: ProcessorsConfig = Field(
-        default_factory=lambda: ProcessorsConfig.model_validate("chat"), description="turns a conversation into token ids and labels"
+        default_factory=lambda: ProcessorsConfig.model_validate("chat"),
+        description="turns a conversation into token ids and labels",
     )
 
 
@@ -112,12 +120,16 @@ class RunConfig(Config):
     """How to train: the only owner of batch size, learning rate, precision and clipping."""
 
     task: Annotated[TaskConfig, ComponentOf(registry.tasks)] = Field(
-        default="instruct", validate_default=True, description="registered name of the task, or a mapping with `name` and its options"
+        default="instruct",
+        validate_default=True,
+        description="registered name of the task, or a mapping with `name` and its options",
     )
     runner: Annotated[RunnerConfig, ComponentOf(registry.runners)] = Field(
         default="train", validate_default=True, description="registered name of the training loop"
     )
-    engine: Literal["deepspeed", "torch"] = Field("deepspeed", description="what computes and updates; torch is the plain reference")
+    engine: Literal["deepspeed", "torch"] = Field(
+        "deepspeed", description="what computes and updates; torch is the plain reference"
+    )
     output_dir: LocalPath = Field(default="output", validate_default=True, description="run folders are made in here")
     seed: int = Field(42, ge=0, description="seed of initialisation, data order and augmentation")
     train_splits: Names = Field(default_factory=lambda: ["train"], description="splits trained on")
@@ -127,15 +139,25 @@ class RunConfig(Config):
 
     max_epoch: int | None = Field(None, ge=1, description="passes over the training data")
     max_steps: int | None = Field(None, ge=1, description="optimizer steps; use this or max_epoch")
-    stop_at_step: int | None = Field(None, ge=1, description="save and stop after this step with exit code 75; schedules still run to the end")
+    stop_at_step: int | None = Field(
+        None, ge=1, description="save and stop after this step with exit code 75; schedules still run to the end"
+    )
 
-    global_batch_size: int | None = Field(None, ge=1, description="samples an optimizer step, over all ranks and micro-batches")
+    global_batch_size: int | None = Field(
+        None, ge=1, description="samples an optimizer step, over all ranks and micro-batches"
+    )
     batch_size_train: int | None = Field(None, ge=1, description="samples in a micro-batch of one rank")
-    accum_grad_iters: int | None = Field(None, ge=1, description="micro-batches a rank accumulates before an optimizer step")
+    accum_grad_iters: int | None = Field(
+        None, ge=1, description="micro-batches a rank accumulates before an optimizer step"
+    )
     batch_size_eval: int = Field(8, ge=1, description="samples in an evaluation batch of one rank")
 
-    precision: Literal["fp32", "bf16", "fp16"] = Field("bf16", description="number format of the forward and backward pass")
-    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig, description="optimizer settings besides the learning rate")
+    precision: Literal["fp32", "bf16", "fp16"] = Field(
+        "bf16", description="number format of the forward and backward pass"
+    )
+    optimizer: OptimizerConfig = Field(
+        default_factory=OptimizerConfig, description="optimizer settings besides the learning rate"
+    )
     init_lr: float = Field(1e-4, gt=0, description="peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate at the end of the schedule")
     warmup_lr: float = Field(0.0, ge=0, description="learning rate at step 0 of the warm-up")
@@ -152,13 +174,22 @@ class RunConfig(Config):
     log_every: int = Field(10, ge=1, description="optimizer steps between console lines; metrics.jsonl gets every step")
     log_sample_ids: bool = Field(False, description="write every step's sample ids to metrics.jsonl")
     observers: Names = Field(
-        default_factory=lambda: ["console", "jsonl", "tensorboard", "report"], description="who watches the run: console, jsonl, tensorboard, wandb, report"
+        default_factory=lambda: ["console", "jsonl", "tensorboard", "report"],
+        description="who watches the run: console, jsonl, tensorboard, wandb, report",
     )
-    eval_every: Interval | None = Field(None, description="optimizer steps between evaluations of valid_splits, or `epoch`")
-    save_every: Interval | None = Field("epoch", description="optimizer steps between checkpoints, or `epoch`; the end is always saved")
+    eval_every: Interval | None = Field(
+        None, description="optimizer steps between evaluations of valid_splits, or `epoch`"
+    )
+    save_every: Interval | None = Field(
+        "epoch", description="optimizer steps between checkpoints, or `epoch`; the end is always saved"
+    )
     keep_last: int = Field(2, ge=1, description="complete checkpoints kept")
-    resume_ckpt_path: LocalPath | None = Field(None, description="checkpoint to resume from; `--resume` takes its place")
-    dist_timeout_s: int = Field(600, ge=10, description="seconds after which a collective that a rank did not join ends the run")
+    resume_ckpt_path: LocalPath | None = Field(
+        None, description="checkpoint to resume from; `--resume` takes its place"
+    )
+    dist_timeout_s: int = Field(
+        600, ge=10, description="seconds after which a collective that a rank did not join ends the run"
+    )
     deepspeed_config: dict[str, Any] | PresetName | LocalPath = Field(
         default_factory=dict,
         union_mode="left_to_right",
@@ -173,7 +204,9 @@ class RunConfig(Config):
         if self.max_epoch is None and self.max_steps is None and not self.evaluate:
             raise ValueError("neither max_epoch nor max_steps is given; set one")
         if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise ValueError(f"warmup_steps ({self.warmup_steps}) and warmup_ratio ({self.warmup_ratio}) are both given; keep one")
+            raise ValueError(
+                f"warmup_steps ({self.warmup_steps}) and warmup_ratio ({self.warmup_ratio}) are both given; keep one"
+            )
         if self.batch_size_train is None and self.global_batch_size is None:
             raise ValueError("neither batch_size_train nor global_batch_size is given; set one")
         if self.min_lr > self.init_lr:
@@ -188,7 +221,11 @@ class RunConfig(Config):
 class RootConfig(Config):
     """One run."""
 
-    plugins: Names = Field(default_factory=list, description="Python files or modules that register a project's own parts")
+    plugins: Names = Field(
+        default_factory=list, description="Python files or modules that register a project's own parts"
+    )
     model: Annotated[ModelConfig, ComponentOf(registry.models)] = Field(description="what is trained")
-    datasets: dict[str, Annotated[DatasetConfig, ComponentOf(registry.builders)]] = Field(min_length=1, description="what it learns from")
+    datasets: dict[str, Annotated[DatasetConfig, ComponentOf(registry.builders)]] = Field(
+        min_length=1, description="what it learns from"
+    )
     run: RunConfig = Field(description="how it is trained")

@@ -56,6 +56,11 @@ class ChatConfig(ProcessorConfig):
         description="independent: every question with its answer sees the pictures but not the other questions",
     )
     shuffle_turns: bool = Field(False, description="with independent turns: draw their order anew every epoch")
+    max_turns: int | None = Field(
+        None,
+        ge=1,
+        description="with shuffle_turns: learn this many of a sample's questions at a time, drawn every epoch",
+    )
 
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatConfig:
@@ -63,6 +68,8 @@ class ChatConfig(ProcessorConfig):
             raise ValueError(f"turns: independent learns every answer; train_on must be assistant, not {self.train_on}")
         if self.shuffle_turns and self.turns != "independent":
             raise ValueError("shuffle_turns needs turns: independent; the turns of a conversation build on each other")
+        if self.max_turns is not None and not self.shuffle_turns:
+            raise ValueError("max_turns needs shuffle_turns, else the same questions would be left out for ever")
         return self
 
 

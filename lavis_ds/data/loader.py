@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import atexit
 import signal
+import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -69,7 +71,8 @@ class BatchLoader(Iterator[Batch]):
             worker_init_fn=_ignore_signals,
             generator=torch.Generator(),  # else a loader's start draws from the global one, and a resumed run differs
         )
-        self._batches: Iterator[Batch | LavisError] = iter(loader)
+        with _keeping_sigchld():
+            self._batches: Iterator[Batch | LavisError] = iter(loader)
         self._end = weakref.finalize(self, _end_workers, self._batches)
         self._end.atexit = False
         # PyTorch and multiprocessing end workers at exit by SIGTERM, which ours ignore, and wait for them: come before.
@@ -141,6 +144,15 @@ class _MicroBatches(Dataset[Batch | LavisError]):
 
 def _unchanged(item: Item) -> Item:
     return item
+
+
+@contextmanager
+def _keeping_sigchld() -> Iterator[None]:
+    """PyTorch's handler would raise a dead worker's error amid any line of the trainer; `next` notices the death anyway."""
+    before = signal.getsignal(signal.SIGCHLD)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, before)
 
 
 def _end_workers(batches: Iterator[Batch | LavisError]) -> None:

@@ -35,7 +35,9 @@ class DeepSpeedEngine:
 
     name = "deepspeed"
 
-    def __init__(self, module: nn.Module, groups: list[dict[str, Any]], run: RunConfig, plan: ds_config.BatchPlan) -> None:
+    def __init__(
+        self, module: nn.Module, groups: list[dict[str, Any]], run: RunConfig, plan: ds_config.BatchPlan
+    ) -> None:
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         # A shared-memory all-reduce for CPU inference, which training never calls; building it delays the first start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -91,7 +93,11 @@ class DeepSpeedEngine:
 
     def load(self, folder: Path) -> None:
         if not (folder / _TAG).is_dir():
-            raise CheckpointError("this holds no state of the DeepSpeed engine.", where=str(folder), hint="Was it written by run.engine=torch?")
+            raise CheckpointError(
+                "this holds no state of the DeepSpeed engine.",
+                where=str(folder),
+                hint="Was it written by run.engine=torch?",
+            )
         path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
         if path is None:  # DeepSpeed's way of saying that nothing was loaded
             raise CheckpointError("DeepSpeed found no checkpoint here.", where=str(folder))

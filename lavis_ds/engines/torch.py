@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lavis_ds import distributed
 from lavis_ds.batch import Batch
 from lavis_ds.config.schema import RunConfig
-from lavis_ds.engines.ds_config import BatchPlan
 from lavis_ds.engines.base import StepResult, persistent_buffers
+from lavis_ds.engines.ds_config import BatchPlan
 from lavis_ds.errors import CheckpointError, ConfigError
 from lavis_ds.optim.adamw import adamw, scale_learning_rates
 
@@ -40,7 +40,12 @@ class TorchEngine:
 
     def __init__(self, module: nn.Module, groups: list[dict[str, Any]], run: RunConfig, plan: BatchPlan) -> None:
         if run.precision == "fp16":
-            raise ConfigError("the torch engine has no loss scaling.", where="run.precision", given="fp16", hint="Use bf16, or run.engine=deepspeed.")
+            raise ConfigError(
+                "the torch engine has no loss scaling.",
+                where="run.precision",
+                given="fp16",
+                hint="Use bf16, or run.engine=deepspeed.",
+            )
         self.device = distributed.device()
         self.data_parallel_size, self.data_parallel_rank = distributed.world_size(), distributed.global_rank()
         self.module = module.to(self.device)
@@ -64,7 +69,7 @@ class TorchEngine:
         return self._forward.no_sync()
 
     def backward(self, loss: Tensor) -> None:
-        loss.backward()
+        torch.autograd.backward(loss)
 
     def step(self, lr: float) -> StepResult:
         parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -80,12 +85,18 @@ class TorchEngine:
 
     def save(self, folder: Path) -> None:
         if self.data_parallel_rank == 0:
-            torch.save({"module": self.module.state_dict(), "optimizer": self._optimizer.state_dict()}, folder / _STATE_FILE)
+            torch.save(
+                {"module": self.module.state_dict(), "optimizer": self._optimizer.state_dict()}, folder / _STATE_FILE
+            )
 
     def load(self, folder: Path) -> None:
         path = folder / _STATE_FILE
         if not path.is_file():
-            raise CheckpointError("this holds no state of the torch engine.", where=str(folder), hint="Was it written by run.engine=deepspeed?")
+            raise CheckpointError(
+                "this holds no state of the torch engine.",
+                where=str(folder),
+                hint="Was it written by run.engine=deepspeed?",
+            )
         state = torch.load(path, map_location=self.device, weights_only=True)
         self.module.load_state_dict(state["module"])
         self._optimizer.load_state_dict(state["optimizer"])

@@ -28,6 +28,10 @@ class TimmViTConfig(VisionEncoderConfig):
     model_args: dict[str, Any] = Field(
         default_factory=dict, description="arguments of timm's model, such as patch_size, embed_dim, depth, num_heads"
     )
+    mean: tuple[float, float, float] | None = Field(
+        None, description="mean of pixels in [0, 1]; model_name's if left out"
+    )
+    std: tuple[float, float, float] | None = Field(None, description="deviation of pixels; model_name's if left out")
     drop_path_rate: float = Field(0.0, ge=0, lt=1, description="stochastic depth rate")
     select_layer: int = Field(
         -1, description="block whose output is used, counted as in Python; -1 is the last; later blocks are not built"

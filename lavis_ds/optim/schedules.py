@@ -1,6 +1,7 @@
 """Learning-rate schedules: lr = f(optimizer step), nothing else. No state, so a resumed run continues exactly.
 
-Every schedule warms up linearly from `warmup_lr` to `init_lr` in `warmup_steps`, then runs to `min_lr` at `total_steps`.
+Every schedule warms up linearly from `warmup_lr` to `init_lr` in `warmup_steps`, then runs to `min_lr` at
+`total_steps`.
 Register another with `@registry.register_lr_scheduler("name")` on a function of the same form.
 """
 

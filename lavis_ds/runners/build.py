@@ -51,7 +51,9 @@ def text_context(config: RootConfig, model: Model) -> TextContext:
     return TextContext(model.tokenizer, model.tokens_per_image, config.model.max_txt_len)
 
 
-def encoded(config: RootConfig, datasets: Datasets, context: TextContext, *, training: bool, prompts: bool = False) -> EncodedDataset:
+def encoded(
+    config: RootConfig, datasets: Datasets, context: TextContext, *, training: bool, prompts: bool = False
+) -> EncodedDataset:
     """Conversations with their processors: training or evaluation ones.
 
     Args:
@@ -62,7 +64,9 @@ def encoded(config: RootConfig, datasets: Datasets, context: TextContext, *, tra
         prompts: leave out the last answer and what follows, for generation.
     """
     sources = [
-        Source(name, samples, _image_processor(config, name, training), _text_processor(config, name, context, training))
+        Source(
+            name, samples, _image_processor(config, name, training), _text_processor(config, name, context, training)
+        )
         for name, samples in datasets.items()
     ]
     return EncodedDataset(sources, seed=config.run.seed, as_prompts=prompts)
@@ -106,20 +110,39 @@ def step_plan(config: RootConfig, datasets: Datasets, plan: BatchPlan, engine: E
     run = config.run
     order = SampleOrder([len(samples) for samples in datasets.values()], seed=run.seed)
     total = run.max_steps * plan.global_batch_size if run.max_steps else (run.max_epoch or 0) * order.total
-    return StepPlan(order, plan.global_batch_size, plan.micro_batch_size, engine.data_parallel_size, engine.data_parallel_rank, total)
+    return StepPlan(
+        order,
+        plan.global_batch_size,
+        plan.micro_batch_size,
+        engine.data_parallel_size,
+        engine.data_parallel_rank,
+        total,
+    )
 
 
-def train_loader(config: RootConfig, data: EncodedDataset, collate: Collator, steps: StepPlan, start_step: int) -> StepLoader:
+def train_loader(
+    config: RootConfig, data: EncodedDataset, collate: Collator, steps: StepPlan, start_step: int
+) -> StepLoader:
     """The micro-batches of the steps from `start_step` to the end."""
     return loader.train_loader(
-        data, steps, collate, start_step, steps.num_steps - start_step, num_workers=config.run.num_workers, pin_memory=torch.cuda.is_available()
+        data,
+        steps,
+        collate,
+        start_step,
+        steps.num_steps - start_step,
+        num_workers=config.run.num_workers,
+        pin_memory=torch.cuda.is_available(),
     )
 
 
 def eval_loader(config: RootConfig, data: EncodedDataset, collate: Collator) -> BatchLoader:
     """Every rank gets the same number of batches; rows that the last ones lack are fillers."""
-    plan = StepPlan.for_evaluation(data.sizes, config.run.batch_size_eval, distributed.world_size(), distributed.global_rank())
-    return loader.eval_loader(data, plan, collate, num_workers=config.run.num_workers, pin_memory=torch.cuda.is_available())
+    plan = StepPlan.for_evaluation(
+        data.sizes, config.run.batch_size_eval, distributed.world_size(), distributed.global_rank()
+    )
+    return loader.eval_loader(
+        data, plan, collate, num_workers=config.run.num_workers, pin_memory=torch.cuda.is_available()
+    )
 
 
 def eval_context(data: EncodedDataset, *, synced: bool) -> EvalContext:

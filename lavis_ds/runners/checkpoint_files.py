@@ -68,9 +68,13 @@ def verify(path: Path) -> dict[str, Any]:
         CheckpointError: it is missing, was not finished, or a file has another size than when it was written.
     """
     if not path.is_dir():
-        raise CheckpointError("there is no such checkpoint folder.", where=str(path), hint=_known_checkpoints(path.parent))
+        raise CheckpointError(
+            "there is no such checkpoint folder.", where=str(path), hint=_known_checkpoints(path.parent)
+        )
     if not (path / COMPLETE).is_file():
-        raise CheckpointError("this checkpoint was not finished.", where=str(path), hint=_known_checkpoints(path.parent))
+        raise CheckpointError(
+            "this checkpoint was not finished.", where=str(path), hint=_known_checkpoints(path.parent)
+        )
     try:
         manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
         files = dict(manifest["files"])

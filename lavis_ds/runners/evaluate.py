@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,30 @@ class Evaluation:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.split}_step_{self.step:08d}.json"
         if self.predictions:
-            path.with_suffix(".jsonl").write_text("".join(json.dumps(p, ensure_ascii=False) + "\n" for p in self.predictions))
-        content = {"split": self.split, "step": self.step, "num_samples": len(self.predictions), "metrics": dict(self.metrics)}
+            path.with_suffix(".jsonl").write_text(
+                "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in self.predictions)
+            )
+        content = {
+            "split": self.split,
+            "step": self.step,
+            "num_samples": len(self.predictions),
+            "metrics": dict(self.metrics),
+        }
         path.write_text(json.dumps(content, indent=2) + "\n")
         return path
 
 
 def evaluate(
-    config: RootConfig, model: Model, task: Task, datasets: build.Datasets, *, split: str, step: int, device: torch.device, synced: bool
+    config: RootConfig,
+    model: Model,
+    task: Task,
+    datasets: build.Datasets,
+    *,
+    split: str,
+    step: int,
+    device: torch.device,
+    synced: bool,
+    training: build.Datasets,
 ) -> Evaluation:
     """Run a split through the model; called on all ranks, which share the samples out.
 
@@ -63,6 +80,7 @@ def evaluate(
         step: optimizer steps the weights have had.
         device: where batches belong.
         synced: every rank must run the model the same number of times (ZeRO-3).
+        training: the training split's conversations, for the task's baselines.
     """
     prompts = task.eval_batches == "prompts"
     data = build.encoded(config, datasets, build.text_context(config, model), training=False, prompts=prompts)
@@ -75,17 +93,25 @@ def evaluate(
             output = task.eval_step(model, batch.to(device), context)
             predictions.extend(output.predictions)
             sums = _add(sums, output.sums)
-    return _gather(split, step, task, sums, predictions)
+    baselines = (
+        task.baselines(chain(*training.values()), chain(*datasets.values())) if task.compares_with_training else {}
+    )
+    return _gather(split, step, task, sums, predictions, baselines)
 
 
-def evaluate_checkpoint(config: RootConfig, datasets: Mapping[str, build.Datasets], checkpoint: Path) -> list[Evaluation]:
+def evaluate_checkpoint(
+    config: RootConfig, datasets: Mapping[str, build.Datasets], checkpoint: Path
+) -> list[Evaluation]:
     """Score the weights of a checkpoint on `run.test_splits`; the results are written into its run folder."""
     device = distributed.device()
     model = build.build_model(config).to(device, _DTYPES[config.run.precision])
     task, step = build.build_task(config), TrainState.step_of(checkpoint / "train_state.json")
+    training = build.train_datasets(datasets, config.run.train_splits) if task.compares_with_training else {}
     results = []
     for split in config.run.test_splits:
-        result = evaluate(config, model, task, datasets[split], split=split, step=step, device=device, synced=False)
+        result = evaluate(
+            config, model, task, datasets[split], split=split, step=step, device=device, synced=False, training=training
+        )
         if distributed.is_main():
             result.write(checkpoint.parent.parent / "eval")
         results.append(result)
@@ -93,7 +119,12 @@ def evaluate_checkpoint(config: RootConfig, datasets: Mapping[str, build.Dataset
 
 
 def _gather(
-    split: str, step: int, task: Task, sums: Mapping[str, tuple[float, float]], predictions: Sequence[Mapping[str, Any]]
+    split: str,
+    step: int,
+    task: Task,
+    sums: Mapping[str, tuple[float, float]],
+    predictions: Sequence[Mapping[str, Any]],
+    baselines: Mapping[str, float],
 ) -> Evaluation:
     totals: dict[str, tuple[float, float]] = {}
     records: list[Mapping[str, Any]] = []
@@ -101,7 +132,8 @@ def _gather(
         totals = _add(totals, rank_sums)
         records.extend(rank_predictions)
     ordered = sorted(records, key=lambda record: str(record["id"]))
-    return Evaluation(split, step, task.summarize(totals), ordered if distributed.is_main() else [])
+    metrics = {**task.summarize(totals), **baselines}
+    return Evaluation(split, step, metrics, ordered if distributed.is_main() else [])
 
 
 @contextmanager
@@ -116,7 +148,9 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
         module.train(was_training)
 
 
-def _add(left: Mapping[str, tuple[float, float]], right: Mapping[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+def _add(
+    left: Mapping[str, tuple[float, float]], right: Mapping[str, tuple[float, float]]
+) -> dict[str, tuple[float, float]]:
     """Sums and counts of both."""
     nothing = (0.0, 0.0)
     pairs = {name: (left.get(name, nothing), right.get(name, nothing)) for name in {**left, **right}}

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lavis_ds.config.load import load
-from lavis_ds.data.conversation import Conversation, Image, Text, Turn
+from lavis_ds.data.conversation import Content, Conversation, Image, Text, Turn
 from lavis_ds.errors import ConfigError
 from lavis_ds.runners import job
 
@@ -39,7 +39,7 @@ def generate(checkpoint: str, prompt: str, images: Sequence[str], *, max_new_tok
 
     model = build.build_model(config).to(distributed.device())
     entry = next(iter(config.datasets))
-    content = (*(Image(str(Path(path).absolute())) for path in images), Text(prompt))
+    content: tuple[Content, ...] = (*(Image(str(Path(path).absolute())) for path in images), Text(prompt))
     question = Conversation("prompt", (Turn("user", content), Turn("assistant", (Text(""),))))
     data = build.encoded(config, {entry: [question]}, build.text_context(config, model), training=False, prompts=True)
     batch = next(iter(build.eval_loader(config, data, build.collator(model, padding_side="left"))))
@@ -47,6 +47,9 @@ def generate(checkpoint: str, prompt: str, images: Sequence[str], *, max_new_tok
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     with evaluation_mode(model):
         ids: torch.Tensor = model.generate(
-            batch.to(distributed.device()), max_new_tokens=max_new_tokens, eos_token_id=list(context.stop_ids), **sampling
+            batch.to(distributed.device()),
+            max_new_tokens=max_new_tokens,
+            eos_token_id=list(context.stop_ids),
+            **sampling,
         )
     return context.decode(ids[0].tolist())

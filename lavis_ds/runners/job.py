@@ -48,7 +48,9 @@ def resolve(config: RootConfig, *, job_id: str | None, resume: str | None) -> Jo
         ConfigError: the run folder already holds checkpoints and `--resume` does not say what to do with them.
     """
     output_dir = Path(config.run.output_dir)
-    explicit = resume if resume not in (None, "auto", "none") else config.run.resume_ckpt_path if resume is None else None
+    explicit = (
+        resume if resume not in (None, "auto", "none") else config.run.resume_ckpt_path if resume is None else None
+    )
     if explicit is not None:
         path = checkpoint(Path(explicit))
         return Job(output_dir / (job_id or _job_of(path, output_dir) or _time_stamp()), path)
@@ -56,10 +58,10 @@ def resolve(config: RootConfig, *, job_id: str | None, resume: str | None) -> Jo
         folder = output_dir / job_id if job_id else _newest_run(output_dir)
         if folder is None:
             return Job(output_dir / _time_stamp(), None, ("resume auto: there is no earlier run; starting anew.",))
-        path, passed_over = checkpoint_files.find(folder / "checkpoints")
+        found, passed_over = checkpoint_files.find(folder / "checkpoints")
         notices = tuple(f"resume auto: passed over: {line}" for line in passed_over)
-        say = f"resume auto: continuing from {path}." if path else f"resume auto: no complete checkpoint in {folder}; starting anew."
-        return Job(folder, path, (*notices, say))
+        outcome = f"continuing from {found}." if found else f"no complete checkpoint in {folder}; starting anew."
+        return Job(folder, found, (*notices, f"resume auto: {outcome}"))
     folder = output_dir / (job_id or _time_stamp())
     if checkpoint_files.complete_ones(folder / "checkpoints"):
         raise ConfigError(
@@ -114,6 +116,6 @@ def make_folder(job: Job) -> None:
         probe.write_text(json.dumps({}))
         probe.unlink()
     except OSError as error:
-        raise ConfigError(f"the run folder can't be written ({error}).", where="run.output_dir", given=str(job.folder)) from error
-
-
+        raise ConfigError(
+            f"the run folder can't be written ({error}).", where="run.output_dir", given=str(job.folder)
+        ) from error

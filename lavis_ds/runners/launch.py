@@ -41,7 +41,7 @@ def evaluate(checkpoint: str, cfg: str | None, options: Sequence[str], *, split:
     folder = job.checkpoint(Path(checkpoint))
     loaded = load(cfg or folder / "config.yaml", options)
     config = _for_evaluation(loaded, folder, split)
-    checked = preflight.check(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), splits=config.run.test_splits)
+    checked = preflight.check(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), splits=_splits_read(config))
 
     from lavis_ds import distributed
 
@@ -69,6 +69,12 @@ def _for_evaluation(loaded: LoadedConfig, folder: Path, split: str | None) -> Ro
             "model": config.model.model_copy(update={"pretrained": str(folder)}),
         }
     )
+
+
+def _splits_read(config: RootConfig) -> list[str]:
+    """The splits evaluated, and the training splits where the task sets its score against them."""
+    task = registry.get_task_class(config.run.task.name)(config.run.task)
+    return [*config.run.test_splits, *(config.run.train_splits if task.compares_with_training else [])]
 
 
 def _prepare_process() -> None:

@@ -22,7 +22,13 @@ class GroupCounts:
 
     def __init__(self, group: Sequence[Batch], *, stop: bool) -> None:
         slots = sum(b.shape[0] * b.shape[1] for b in group)
-        local = [sum(b.num_targets for b in group), sum(b.num_tokens for b in group), sum(b.num_samples for b in group), slots, float(stop)]
+        local = [
+            sum(b.num_targets for b in group),
+            sum(b.num_tokens for b in group),
+            sum(b.num_samples for b in group),
+            slots,
+            float(stop),
+        ]
         targets, tokens, samples, slots_all, stops = distributed.sum_over_ranks(local)
         self.targets, self.tokens, self.samples = int(targets), int(tokens), int(samples)
         self.padding_fraction = 1.0 - tokens / slots_all

@@ -57,7 +57,10 @@ def _read_split(config: RootConfig, split: str) -> dict[str, Sequence[Conversati
     if not having:
         known = sorted({s for builder in builders.values() for s in builder.splits()})
         raise ConfigError(
-            f"no dataset has a split {split!r}.", where="run", expected=f"one of {', '.join(known)}", hint=did_you_mean(split, known)
+            f"no dataset has a split {split!r}.",
+            where="run",
+            expected=f"one of {', '.join(known)}",
+            hint=did_you_mean(split, known),
         )
     return {name: builder.build(split) for name, builder in having.items()}
 
@@ -70,7 +73,9 @@ def _check_paths(config: RootConfig) -> None:
             if not Path(os.path.expanduser(value)).exists():
                 raise ConfigError("there is no such file or folder.", where=key, given=value)
         elif leaf in {"path", "tokenizer"} and value.count("/") > 1 and not Path(value).exists():
-            raise ConfigError("there is no such folder, and it is no hub id (owner/name) either.", where=key, given=value)
+            raise ConfigError(
+                "there is no such folder, and it is no hub id (owner/name) either.", where=key, given=value
+            )
 
 
 def _strings(config: BaseModel, prefix: str) -> Iterator[tuple[str, str]]:

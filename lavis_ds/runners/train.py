@@ -13,6 +13,7 @@ from lavis_ds.config.load import to_yaml
 from lavis_ds.config.schema import Interval, RootConfig
 from lavis_ds.errors import NonFiniteError
 from lavis_ds.runners import build, checkpoint, environment, observers
+from lavis_ds.runners.configs import TrainRunnerConfig
 from lavis_ds.runners.evaluate import evaluate
 from lavis_ds.runners.job import Job
 from lavis_ds.runners.meter import GroupCounts, StepTimer, peak_memory_bytes, reduce_outputs
@@ -20,7 +21,6 @@ from lavis_ds.runners.observers.base import Observer, RunInfo
 from lavis_ds.runners.preflight import Preflight
 from lavis_ds.runners.state import TrainState
 from lavis_ds.runners.stop import StopRequest
-from lavis_ds.runners.configs import TrainRunnerConfig
 
 EXIT_DONE, EXIT_STOPPED = 0, 75
 
@@ -45,12 +45,15 @@ class TrainRunner:
         self.engine = build.build_engine(config, self.model, self.plan)
         self._build_data()
         self.state = TrainState(
-            dataset_sizes={name: len(samples) for name, samples in self.datasets.items()}, global_batch_size=self.plan.global_batch_size
+            dataset_sizes={name: len(samples) for name, samples in self.datasets.items()},
+            global_batch_size=self.plan.global_batch_size,
         )
         self.schedule, self.schedule_shape = build.schedule(self.run_config, self.total_steps)
         if job.resume_from is not None:
             checkpoint.load(job.resume_from, self.engine, self.state)
-        self.observers: list[Observer] = observers.build(self.run_config.observers, self.run_config.log_every) if distributed.is_main() else []
+        self.observers: list[Observer] = (
+            observers.build(self.run_config.observers, self.run_config.log_every) if distributed.is_main() else []
+        )
         self.saved_step = self.state.step if job.resume_from is not None else -1
 
     def _build_data(self) -> None:
@@ -132,7 +135,14 @@ class TrainRunner:
             self._require_finite(grad_norm, "gradient norm", group)
 
     def _report_step(
-        self, loss: float, lr: float, grad_norm: float, counts: GroupCounts, metrics: Mapping[str, float], times: Mapping[str, float], group: Sequence[Batch]
+        self,
+        loss: float,
+        lr: float,
+        grad_norm: float,
+        counts: GroupCounts,
+        metrics: Mapping[str, float],
+        times: Mapping[str, float],
+        group: Sequence[Batch],
     ) -> None:
         record: dict[str, Any] = {
             "epoch": self.state.epoch,
@@ -148,13 +158,17 @@ class TrainRunner:
         if self.run_config.log_sample_ids:
             ranks = distributed.gather_objects([batch.sample_ids for batch in group])
             # micro-batch by micro-batch, and in each rank by rank: the order of the stream
-            record["data/sample_ids"] = [sample_id for batches in zip(*ranks, strict=True) for ids in batches for sample_id in ids]
+            record["data/sample_ids"] = [
+                sample_id for batches in zip(*ranks, strict=True) for ids in batches for sample_id in ids
+            ]
         self._watch(lambda observer: observer.on_step(self.state.step, record))
 
     def _save(self) -> None:
         if self.saved_step == self.state.step:
             return
-        path = checkpoint.save(self.job.checkpoints, self.engine, self.state, to_yaml(self.config), self.run_config.keep_last)
+        path = checkpoint.save(
+            self.job.checkpoints, self.engine, self.state, to_yaml(self.config), self.run_config.keep_last
+        )
         self.saved_step = self.state.step
         self._watch(lambda observer: observer.on_checkpoint(self.state.step, path))
 
@@ -169,6 +183,7 @@ class TrainRunner:
                 step=self.state.step,
                 device=self.engine.device,
                 synced=self.engine.is_sharded,
+                training=self.datasets,
             )
             if distributed.is_main():
                 result.write(self.job.folder / "eval")
@@ -180,7 +195,9 @@ class TrainRunner:
         if distributed.is_main():
             (self.job.folder / "config.yaml").write_text(to_yaml(self.config))
             environment.write(self.job.folder / "environment.json", self.engine.describe(), self.state.dataset_sizes)
-        info = RunInfo(self.job.folder, self.total_steps, self.config.model_dump(mode="json"), self._summary(), self.state.step)
+        info = RunInfo(
+            self.job.folder, self.total_steps, self.config.model_dump(mode="json"), self._summary(), self.state.step
+        )
         self._watch(lambda observer: observer.on_start(info, self.state))
         for line in self.job.notices:
             self._watch(lambda observer, text=line: observer.on_message(text))  # type: ignore[misc]

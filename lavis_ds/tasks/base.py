@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lavis_ds.batch import Batch
 from lavis_ds.config.schema import TaskConfig
+from lavis_ds.data.conversation import Conversation
 
 Forward = Callable[[Batch], tuple[Tensor, ...]]
 """A forward pass with gradients: the engine."""
@@ -94,6 +95,15 @@ class Task(ABC):
     @abstractmethod
     def eval_step(self, model: nn.Module, batch: Batch, context: EvalContext) -> EvalOutput:
         """Evaluate one batch, a batch as `eval_batches` says, with the bare model and without gradients."""
+
+    @property
+    def compares_with_training(self) -> bool:
+        """Whether `baselines` wants the training split's conversations."""
+        return False
+
+    def baselines(self, training: Iterable[Conversation], evaluated: Iterable[Conversation]) -> Mapping[str, float]:
+        """Scores that a metric should be seen beside, as `baseline/<name>/<metric>`; none unless a task knows some."""
+        return {}
 
     def summarize(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         """Totals over the whole split -> metrics; means unless a task knows better."""

@@ -14,7 +14,8 @@ class InstructConfig(TaskConfig):
 
 
 class VQAConfig(InstructConfig):
-    """As `instruct`, and evaluation generates an answer to each question and compares it (exact match, by question type)."""
+    """As `instruct`; evaluation generates an answer to each question and compares it: exact match, by question type."""
 
     name: str = "vqa"
+    baselines: bool = Field(False, description="also score guessing from the training answers, without pictures")
     max_new_tokens: int = Field(16, ge=1, description="longest generated answer, in tokens")

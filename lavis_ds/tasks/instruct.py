@@ -20,4 +20,6 @@ class InstructTask(Task):
 
     def eval_step(self, model: nn.Module, batch: Batch, context: EvalContext) -> EvalOutput:
         loss_sum, num_correct, *_ = model(batch)
-        return EvalOutput({"loss": (float(loss_sum), batch.num_targets), "token_accuracy": (float(num_correct), batch.num_targets)})
+        return EvalOutput(
+            {"loss": (float(loss_sum), batch.num_targets), "token_accuracy": (float(num_correct), batch.num_targets)}
+        )

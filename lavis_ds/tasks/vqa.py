@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import nn
 
 from lavis_ds.batch import Batch
+from lavis_ds.data.conversation import Conversation
 from lavis_ds.tasks.base import EvalContext, EvalOutput
+from lavis_ds.tasks.baselines import answer_priors, pairs
 from lavis_ds.tasks.configs import VQAConfig
 from lavis_ds.tasks.instruct import InstructTask
 
@@ -40,6 +43,21 @@ class VQATask(InstructTask):
                 total, count = sums.get(name, (0.0, 0.0))
                 sums[name] = (total + record["correct"], count + 1)
         return EvalOutput(sums, tuple(predictions))
+
+    @property
+    def compares_with_training(self) -> bool:
+        return self.config.baselines
+
+    def baselines(self, training: Iterable[Conversation], evaluated: Iterable[Conversation]) -> Mapping[str, float]:
+        asked = [
+            (
+                next(pairs([c]))[0],
+                str((c.references or {})["answer"]),
+                str((c.references or {}).get("question_type", "all")),
+            )
+            for c in evaluated
+        ]
+        return answer_priors(pairs(training), asked)
 
 
 def _record(sample_id: str, prediction: str, references: dict[str, Any]) -> dict[str, Any]:

@@ -52,5 +52,7 @@ class GatePenaltyTask(InstructTask):
     def train_step(self, forward: Forward, batch: Batch) -> StepOutput:
         loss_sum, num_correct, gate = forward(batch)
         output = StepOutput(loss_sum, {"train/token_accuracy": (num_correct, batch.num_targets)})
-        output = output.with_loss("train/gate_penalty", (gate - 1) ** 2, weight=self.config.weight, count=batch.num_targets)
+        output = output.with_loss(
+            "train/gate_penalty", (gate - 1) ** 2, weight=self.config.weight, count=batch.num_targets
+        )
         return output.with_metric("train/gate", gate, count=batch.num_targets)

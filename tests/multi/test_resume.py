@@ -47,7 +47,9 @@ CASES = [(ranks, f"zero{stage}") for ranks in (1, 2) for stage in range(4)] + [(
 
 @pytest.mark.parametrize(("ranks", "engine"), CASES)
 def test_killed_in_epoch_2_and_resumed_equals_uninterrupted(ranks: int, engine: str, project: Path) -> None:
-    options = ["run.engine=torch"] if engine == "torch" else [f"run.deepspeed_config.zero_optimization.stage={engine[-1]}"]
+    options = (
+        ["run.engine=torch"] if engine == "torch" else [f"run.deepspeed_config.zero_optimization.stage={engine[-1]}"]
+    )
     options.append(f"run.batch_size_train={4 // ranks}")
     output = project.parent / "output"
     whole, broken = f"{engine}_{ranks}_whole", f"{engine}_{ranks}_broken"
@@ -73,7 +75,9 @@ def test_stop_at_step_saves_and_says_so(project: Path) -> None:
     run_ranks(train, 1, str(project), ["run.engine=torch"], "never_stopped", None, timeout_s=150, join_group=False)
     assert run_ranks(train, 1, str(project), options, "stopped", None, timeout_s=150, join_group=False) == [75]
     assert len(metrics(project.parent / "output" / "stopped")) == 3
-    resumed = run_ranks(train, 1, str(project), ["run.engine=torch"], "stopped", "auto", timeout_s=150, join_group=False)
+    resumed = run_ranks(
+        train, 1, str(project), ["run.engine=torch"], "stopped", "auto", timeout_s=150, join_group=False
+    )
     assert resumed == [0]
     output = project.parent / "output"
     assert what_matters(metrics(output / "stopped")) == what_matters(metrics(output / "never_stopped"))

@@ -91,7 +91,7 @@ class Chat(TextProcessor):
         is_independent = self.config.turns == "independent"
         prefix, segments = self._independent(conversation) if is_independent else self._in_turn(conversation)
         if self.config.shuffle_turns:
-            segments = [segments[i] for i in rng.permutation(len(segments))]
+            segments = [segments[i] for i in rng.permutation(len(segments))[: self.config.max_turns]]
         segments = self._fitting(conversation, prefix, segments)
         if self.config.train_on == "last":
             for segment in segments[:-1]:

@@ -41,7 +41,7 @@ class TimmViT(VisionEncoder):
         self.image_size = config.image_size
         self.layer_norm = nn.LayerNorm(self.hidden_size) if config.layer_norm else nn.Identity()
         statistics = self.vit.pretrained_cfg
-        self.pixels = PixelNorm(statistics["mean"], statistics["std"], config.image_size)
+        self.pixels = PixelNorm(config.mean or statistics["mean"], config.std or statistics["std"], config.image_size)
         self._num_dropped = int(self.vit.num_prefix_tokens) if config.select_tokens == "patch" else 0
         self.num_tokens = int(self.vit.patch_embed.num_patches + self.vit.num_prefix_tokens) - self._num_dropped
 

@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
-from lavis_ds.batch import Batch, Sample
+from lavis_ds.batch import Batch
 from lavis_ds.data.collate import Collator
 from lavis_ds.data.configs import ImageTrainConfig
 from lavis_ds.data.conversation import Conversation, Image, Text, Turn
 from lavis_ds.data.dataset import EncodedDataset, Source
 from lavis_ds.data.loader import StepLoader, eval_loader, train_loader
-from lavis_ds.data.order import SampleKey, SampleOrder, StepPlan
+from lavis_ds.data.order import SampleOrder, StepPlan
 from lavis_ds.data.processors.chat import Chat
 from lavis_ds.data.processors.image import ImageTrain
 from lavis_ds.errors import DataError
@@ -113,19 +113,15 @@ def test_a_bad_sample_is_one_clear_error_in_any_process(
     assert "Traceback" not in str(caught.value)
 
 
-class _Deadly(EncodedDataset):
-    """Dies of epoch 2 as a process that the kernel kills for want of memory does."""
-
-    def __getitem__(self, key: SampleKey) -> Sample:
-        if key.epoch == 2:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().__getitem__(key)
-
-
-def test_a_killed_worker_is_a_clear_error(dataset: EncodedDataset) -> None:
-    deadly = _Deadly(dataset.sources, seed=0)
+def test_a_killed_worker_is_a_clear_error_of_the_next_batch(dataset: EncodedDataset) -> None:
+    running = loader(dataset, steps=200, num_workers=1, total=1000)
+    next(running)
+    (worker,) = multiprocessing.active_children()
+    assert worker.pid is not None
+    os.kill(worker.pid, signal.SIGKILL)
+    time.sleep(0.3)  # here PyTorch's own handler would raise
     with pytest.raises(DataError, match=r"a data-loading process died.*run\.num_workers"):
-        list(loader(deadly, steps=200, num_workers=1, total=1000))
+        list(running)
     gc.collect()
     assert multiprocessing.active_children() == []
 
