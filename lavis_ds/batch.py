@@ -27,7 +27,7 @@ class Sample:
     Attributes:
         id: unique within the run; named in every message about the sample.
         input_ids: (S,) int64; image positions hold a filler id that the model replaces.
-        labels: (S,) int64, equal to `input_ids` where the token is a target, else `IGNORE_INDEX`. The first is never one.
+        labels: (S,) int64, equal to `input_ids` where the token is a target, else `IGNORE_INDEX`; the first never is one.
         position_ids: (S,) int64.
         segment_ids: (S,) int64, or None where the whole sample is one causal sequence. A token attends to earlier tokens
             of its own segment and of `PREFIX_SEGMENT`.

@@ -43,6 +43,12 @@ def declare() -> None:
         r.builders.declare(name, target, f"{data_configs}:{config}")
     r.processors.declare("image_train", "lavis_ds.data.processors.image:ImageTrain", f"{data_configs}:ImageTrainConfig")
     r.processors.declare("image_eval", "lavis_ds.data.processors.image:ImageEval", f"{data_configs}:ImageEvalConfig")
+    for name, target in [
+        ("blip2_image_train", "ImageTrain"),
+        ("blip_image_train", "ImageTrain"),
+        ("blip_image_eval", "ImageEval"),
+    ]:
+        r.processors.declare(name, f"lavis_ds.data.processors.image:{target}", f"{data_configs}:{target}Config")
     r.processors.declare("chat", "lavis_ds.data.processors.chat:Chat", f"{data_configs}:ChatConfig")
 
     r.tasks.declare("instruct", "lavis_ds.tasks.instruct:InstructTask", f"{task_configs}:InstructConfig")

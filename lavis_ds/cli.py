@@ -1,4 +1,4 @@
-"""One entry for every command: `lavis-ds X ...`, and `scripts/X.py ...` for launchers. Heavy imports wait until needed."""
+"""Every command: `lavis-ds X ...`, and `scripts/X.py ...` for launchers. Heavy imports wait until they are needed."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _guarded(arguments: Sequence[str] | None) -> int:
         return main(arguments)
     except KeyboardInterrupt:
         return 130
-    except Exception:
+    except Exception:  # noqa: BLE001  (the last line of defence: the process must end, whatever it was)
         traceback.print_exc()
         return 1
 

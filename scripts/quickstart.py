@@ -32,7 +32,7 @@ def main() -> int:
     options = ["--cfg", "projects/quickstart/train.yaml", "--job-id", JOB, "--resume", "auto"]
     if arguments.options:
         options += ["--options", *arguments.options]
-    run(launcher(arguments.num_gpus) + ["scripts/train.py", *options])
+    run([*launcher(arguments.num_gpus), "scripts/train.py", *options])
     show(folder)
     return 0
 

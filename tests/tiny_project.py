@@ -10,19 +10,21 @@ import numpy as np
 import yaml
 from PIL import Image
 
+from lavis_ds.data.tokenizer import train_tokenizer
+
 NUM_SAMPLES = 22
 """Not a multiple of any global batch used, so that epochs end inside a step and the last step is short."""
 
 WORDS = (
-    "red", "green", "blue", "square", "circle", "the", "a", "what", "is", "shape", "color", "of", "picture", "yes", "no",
-    "there", "left", "right", "under", "over",
+    "red", "green", "blue", "square", "circle", "the", "a", "what", "is", "shape", "color", "of", "picture",
+    "yes", "no", "there", "left", "right", "under", "over",
 )  # fmt: skip
 
 
 def make_project(folder: Path, **run: Any) -> Path:
     """Write the project and return its YAML. Keyword arguments go into `run:`."""
     folder.mkdir(parents=True, exist_ok=True)
-    _tokenizer(folder / "tokenizer")
+    train_tokenizer([" ".join(WORDS)], vocab_size=320).save_pretrained(folder / "tokenizer")
     rng = np.random.default_rng(0)
     (folder / "images").mkdir(exist_ok=True)
     items = [_item(folder, number, rng) for number in range(NUM_SAMPLES)]
@@ -101,27 +103,6 @@ def _config(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
             **run,
         },
     }
-
-
-def _tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    special = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    tokenizer.train_from_iterator([" ".join(WORDS)], trainer)
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        extra_special_tokens=["<|im_start|>", "<|im_end|>"],
-    ).save_pretrained(folder)
 
 
 def metrics(run_folder: Path) -> list[dict[str, Any]]:

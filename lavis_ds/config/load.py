@@ -147,7 +147,7 @@ def _model_defaults(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def dataset_tree(name: str, entry: Any) -> Any:
-    """An entry of `datasets:` on top of its builder's defaults. One that names no builder uses the builder of its own name, as in LAVIS."""
+    """An entry of `datasets:` on top of its builder's defaults; its own name is the builder's where none is named."""
     if entry is not None and not isinstance(entry, dict):
         return entry
     entry = {"builder": name, **(entry or {})}
@@ -170,4 +170,5 @@ def _layer(base: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, An
 
 
 def _other_component(below: Mapping[str, Any], value: Mapping[str, Any]) -> bool:
-    return any(key in below and key in value and below[key] != value[key] for key in _DISCRIMINATORS)
+    """Whether `value` names a part and `below` another one, or (a pair such as train and eval) none."""
+    return any(key in value and below.get(key) != value[key] for key in _DISCRIMINATORS)

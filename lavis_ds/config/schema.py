@@ -67,7 +67,7 @@ class ProcessorsConfig(Config):
 
 
 class ImageProcessorsConfig(ProcessorsConfig):
-    """As above for pictures; evaluation resizes to the training size, without augmentation, where nothing else is said."""
+    """As above for pictures; where only `train` is given, evaluation resizes to the same size without augmentation."""
 
     @model_validator(mode="before")
     @classmethod
@@ -193,8 +193,8 @@ class RunConfig(Config):
     deepspeed_config: dict[str, Any] | PresetName | LocalPath = Field(
         default_factory=dict,
         union_mode="left_to_right",
-        description="DeepSpeed's own settings: the name of a preset (zero0 ... zero3, zero2_offload, zero3_offload), a JSON file, "
-        "or a mapping, with `preset` where it starts from one",
+        description="DeepSpeed's own settings: the name of a preset (zero0 ... zero3, zero2_offload, zero3_offload), "
+        "a JSON file, or a mapping, with `preset` where it starts from one",
     )
 
     @model_validator(mode="after")

@@ -148,10 +148,10 @@ def _unchanged(item: Item) -> Item:
 
 @contextmanager
 def _keeping_sigchld() -> Iterator[None]:
-    """PyTorch's handler would raise a dead worker's error amid any line of the trainer; `next` notices the death anyway."""
+    """PyTorch's handler would raise a dead worker's error amid any line of the trainer; `next` notices it anyway."""
     before = signal.getsignal(signal.SIGCHLD)
     yield
-    if threading.current_thread() is threading.main_thread():
+    if before is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGCHLD, before)
 
 

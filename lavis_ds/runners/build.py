@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
+from torch.utils.data import ConcatDataset
 
 from lavis_ds import distributed, registry
 from lavis_ds.config.schema import RootConfig, RunConfig
@@ -98,11 +98,11 @@ def collator(model: Model, *, padding_side: Literal["right", "left"] = "right") 
 
 def train_datasets(splits: Mapping[str, Datasets], names: Sequence[str]) -> Datasets:
     """Entry name -> its samples of all training splits."""
-    parts: dict[str, list[Sequence[Conversation]]] = {}
+    parts: dict[str, list[Any]] = {}
     for split in names:
         for entry, samples in splits[split].items():
             parts.setdefault(entry, []).append(samples)
-    return {entry: lists[0] if len(lists) == 1 else list(itertools.chain(*lists)) for entry, lists in parts.items()}
+    return {entry: lists[0] if len(lists) == 1 else ConcatDataset(lists) for entry, lists in parts.items()}
 
 
 def step_plan(config: RootConfig, datasets: Datasets, plan: BatchPlan, engine: Engine) -> StepPlan:

@@ -41,7 +41,7 @@ def resolve(config: RootConfig, *, job_id: str | None, resume: str | None) -> Jo
     Args:
         config: the checked configuration.
         job_id: name of the run folder; a time stamp where it is None, or with `--resume auto` the newest run folder.
-        resume: `auto` (the newest complete checkpoint of the run folder, or a fresh start), `none`, or a checkpoint folder.
+        resume: `auto` (the newest complete checkpoint of the run folder, or a fresh start), `none`, or a folder.
 
     Raises:
         CheckpointError: the checkpoint named does not exist or is not complete.

@@ -207,13 +207,14 @@ class TrainRunner:
         sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
         trainable = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
         layout = self.engine.describe()
-        plan = self.plan
+        plan, ranks = self.plan, self.engine.data_parallel_size
+        factors = f"{plan.micro_batch_size} (micro-batch) x {plan.accumulation} (accumulation) x {ranks} (ranks)"
         return {
             "run folder": str(self.job.folder),
             "model": self.config.model.arch,
             "parameters": f"{sum(sizes):,} of which {trainable:,} train",
             "engine": ", ".join(f"{key} {value}" for key, value in layout.items()),
-            "global batch": f"{plan.global_batch_size} = {plan.micro_batch_size} (micro-batch) x {plan.accumulation} (accumulation) x {self.engine.data_parallel_size} (ranks)",
+            "global batch": f"{plan.global_batch_size} = {factors}",
             "data": ", ".join(f"{name}: {size:,}" for name, size in self.state.dataset_sizes.items()),
             "steps": f"{self.state.step:,} of {self.total_steps:,} done",
             "device": str(self.engine.device),
