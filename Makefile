@@ -4,6 +4,8 @@
 SHELL := /bin/bash
 VENV ?= .venv
 BIN := $(VENV)/bin
+# DeepSpeed looks for ninja on the PATH, as in an activated environment.
+RUN := PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python
 CANDIDATES := $(or $(PYTHON),python3.12 python3.11 python3.13 python3)
 PYPROJECT_SUM := $(shell cksum < pyproject.toml | cut -d ' ' -f 1)
 
@@ -17,12 +19,12 @@ help:  ## show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 20
 
 test: $(call installed,dev)  ## run the tests: one process first, then several processes
-	$(BIN)/python -m pytest -q tests --ignore=tests/multi $(PYTEST_ARGS)
-	$(BIN)/python -m pytest -q tests/multi $(PYTEST_ARGS)
+	$(RUN) -m pytest -q tests --ignore=tests/multi $(PYTEST_ARGS)
+	$(RUN) -m pytest -q tests/multi $(PYTEST_ARGS)
 
 check: $(call installed,dev)  ## lint, format, types and import rules
 	@status=0; \
-	for step in "ruff check" "ruff format --check --quiet" "mypy" "lint-imports --no-logo"; do \
+	for step in "ruff check" "ruff format --check --output-format concise" "mypy" "lint-imports --no-logo"; do \
 	  echo "== $$step"; $(BIN)/$$step || status=1; \
 	done; exit $$status
 
@@ -34,7 +36,7 @@ docs: $(call installed,docs)  ## build the documentation into site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 quickstart: $(call installed,quickstart)  ## train and evaluate a small vision-language model on this machine
-	$(BIN)/python scripts/quickstart.py
+	$(RUN) scripts/quickstart.py
 
 clean:  ## remove what was built; .venv and output/ stay
 	rm -rf build dist site htmlcov .coverage .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -27,10 +27,11 @@ class Sample:
     Attributes:
         id: unique within the run; named in every message about the sample.
         input_ids: (S,) int64; image positions hold a filler id that the model replaces.
-        labels: (S,) int64, equal to `input_ids` where the token is a target, else `IGNORE_INDEX`; the first never is one.
+        labels: (S,) int64, equal to `input_ids` where the token is a target, else
+            `IGNORE_INDEX`; the first never is one.
         position_ids: (S,) int64.
-        segment_ids: (S,) int64, or None where the whole sample is one causal sequence. A token attends to earlier tokens
-            of its own segment and of `PREFIX_SEGMENT`.
+        segment_ids: (S,) int64, or None where the whole sample is one causal sequence. A token attends to earlier
+            tokens of its own segment and of `PREFIX_SEGMENT`.
         images: (n, 3, H, W) uint8, in order of appearance; n may be 0.
         image_index: (n * Q,) int64, the positions in `input_ids` that the images' tokens fill, in order.
         references: what evaluation compares with (answer text, question type, ...); not used in training.

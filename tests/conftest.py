@@ -18,12 +18,15 @@ os.environ.update(
 )
 
 MULTI = Path(__file__).parent / "multi"
+MULTI_TIMEOUT_S = 600
+"""The ranks of these tests have time-outs of their own; this one allows for what DeepSpeed compiles at its first start."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(MULTI):
             item.add_marker(pytest.mark.multi)
+            item.add_marker(pytest.mark.timeout(MULTI_TIMEOUT_S))
 
 
 @pytest.fixture(autouse=True)

@@ -36,7 +36,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     )
     tokenizer.train_from_iterator(texts, trainer)
     end_of_text, *turn_marks = SPECIAL_TOKENS
-    wrapped = PreTrainedTokenizerFast(
+    tokenizer_class: Any = PreTrainedTokenizerFast  # untyped
+    wrapped = tokenizer_class(
         tokenizer_object=tokenizer, eos_token=turn_marks[-1], pad_token=end_of_text, extra_special_tokens=turn_marks
     )
     wrapped.chat_template = CHAT_TEMPLATE

@@ -64,6 +64,10 @@ class Model(nn.Module, ABC):
     def image_size(self) -> int:
         """Height and width of the pictures, in pixels."""
 
+    def describe(self) -> dict[str, str]:
+        """What the start of a run should say about choices made here, such as the attention kernel."""
+        return {}
+
     def parts(self) -> dict[str, nn.Module]:
         """Name -> part, in order; the names are the first component of parameter names."""
         return dict(self.named_children())

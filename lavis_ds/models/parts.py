@@ -97,12 +97,14 @@ class LanguageModel(Part, ABC):
         hidden_size: Dl.
         vocab_size: number of rows of the output layer.
         tokenizer: the model's Hugging Face tokenizer.
+        attention: the attention kernel in use, as reported when a run starts.
     """
 
     Config: ClassVar[type[LanguageModelConfig]] = LanguageModelConfig
     hidden_size: int
     vocab_size: int
     tokenizer: Any
+    attention: str
 
     @abstractmethod
     def embed(self, input_ids_BT: Tensor) -> Tensor:

@@ -51,6 +51,9 @@ class Vlm(Model):
     def image_size(self) -> int:
         return self.vision.image_size
 
+    def describe(self) -> dict[str, str]:
+        return {"attention": self.language.attention}
+
     def encode_images(self, images_N3HW: Tensor) -> Tensor:
         """Pixels -> tokens (N, Q, D)."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_frozen(self.vision)):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 
 from lavis_ds import registry
 from lavis_ds.config.load import LoadedConfig, load
 from lavis_ds.config.schema import RootConfig
 from lavis_ds.errors import ConfigError
-from lavis_ds.runners import checkpoint_files, job, preflight
+from lavis_ds.runners import checkpoint_files, job, preflight, process
 
 
 def train(cfg: str, options: Sequence[str], *, job_id: str | None, resume: str | None) -> int:
@@ -25,10 +26,7 @@ def train(cfg: str, options: Sequence[str], *, job_id: str | None, resume: str |
     chosen = job.resolve(config, job_id=job_id, resume=resume)
     job.make_folder(chosen)
 
-    from lavis_ds import distributed
-
-    _prepare_process()
-    distributed.initialize(config.run.dist_timeout_s)
+    distributed = _join(config)
     chosen = distributed.broadcast_object(chosen)
     runner = registry.get_runner_class(config.run.runner.name)(config, chosen.with_notices(loaded.notices), checked)
     code: int = runner.run()
@@ -43,10 +41,7 @@ def evaluate(checkpoint: str, cfg: str | None, options: Sequence[str], *, split:
     config = _for_evaluation(loaded, folder, split)
     checked = preflight.check(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), splits=_splits_read(config))
 
-    from lavis_ds import distributed
-
-    _prepare_process()
-    distributed.initialize(config.run.dist_timeout_s)
+    distributed = _join(config)
     from lavis_ds.runners.evaluate import evaluate_checkpoint
 
     results = evaluate_checkpoint(config, checked.splits, folder)
@@ -77,6 +72,12 @@ def _splits_read(config: RootConfig) -> list[str]:
     return [*config.run.test_splits, *(config.run.train_splits if task.compares_with_training else [])]
 
 
-def _prepare_process() -> None:
-    """Settings that libraries read when they are imported."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader workers are forks; a warning each otherwise
+def _join(config: RootConfig) -> ModuleType:
+    """Import torch, join the process group, and return `lavis_ds.distributed`."""
+    process.prepare()
+    from lavis_ds import distributed
+
+    distributed.initialize(config.run.dist_timeout_s)
+    if distributed.device().type == "cpu":
+        process.keep_freed_memory()
+    return distributed

@@ -213,6 +213,7 @@ class TrainRunner:
             "run folder": str(self.job.folder),
             "model": self.config.model.arch,
             "parameters": f"{sum(sizes):,} of which {trainable:,} train",
+            **self.model.describe(),
             "engine": ", ".join(f"{key} {value}" for key, value in layout.items()),
             "global batch": f"{plan.global_batch_size} = {factors}",
             "data": ", ".join(f"{name}: {size:,}" for name, size in self.state.dataset_sizes.items()),

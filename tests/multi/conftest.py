@@ -19,4 +19,4 @@ def _compiled_once() -> None:
 
     Ranks that are killed while they compile leave a lock behind, on which every later run would wait.
     """
-    run_ranks(_build_shared_memory_op, 1, timeout_s=280, join_group=False)
+    run_ranks(_build_shared_memory_op, 1, timeout_s=580, join_group=False)

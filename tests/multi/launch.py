@@ -54,7 +54,12 @@ class CompletedRun:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, join_group: bool = True
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120,
+    join_group: bool = True,
+    cpu_only: bool = True,
 ) -> list[Any]:
     """What `function(*args)` returns on each of `world_size` ranks, by rank.
 
@@ -63,6 +68,7 @@ def run_ranks(
         world_size: number of ranks.
         args: the same on every rank.
         timeout_s: after this every rank is killed and the test fails with each rank's stack and last output.
+        cpu_only: hide GPUs from the ranks.
         join_group: form a gloo group first. Without it the ranks only have RANK, MASTER_PORT, ... in their environment.
 
     Raises:
@@ -76,7 +82,7 @@ def run_ranks(
         ranks = [
             context.Process(
                 target=_rank_main,
-                args=(function, args, rank, world_size, folder, os.getcwd(), port, timeout_s, join_group),
+                args=(function, args, rank, world_size, folder, os.getcwd(), port, timeout_s, join_group, cpu_only),
                 daemon=False,
             )
             for rank in range(world_size)
@@ -103,6 +109,7 @@ def _rank_main(
     port: int,
     timeout_s: float,
     join_group: bool,
+    cpu_only: bool,
 ) -> None:
     """Runs in the rank: own process group, output into files, result or traceback into files."""
     os.setsid()
@@ -112,7 +119,7 @@ def _rank_main(
     faulthandler.register(signal.SIGUSR1, file=log, all_threads=True)
     os.chdir(working_directory)
     os.environ.update(
-        CPU_ONLY,
+        CPU_ONLY if cpu_only else {},
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),

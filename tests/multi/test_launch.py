@@ -94,11 +94,11 @@ parser.add_argument("--local_rank", "--local-rank", type=int)
 parser.add_argument("folder")
 parser.add_argument("--hang", action="store_true")
 args = parser.parse_args()
-rank = os.environ.get("RANK", "none")
-(pathlib.Path(args.folder) / f"{rank}.pid").write_text(str(os.getpid()))
-print(f"rank {rank} of {os.environ.get('WORLD_SIZE')}")
-if args.hang:
-    time.sleep(300)
+folder, rank, world_size = pathlib.Path(args.folder), os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+print(f"rank {rank} of {world_size}")
+(folder / f"{rank}.pid").write_text(str(os.getpid()))
+while args.hang or len(list(folder.glob("*.pid"))) < int(world_size):  # the launcher ends the others once one has ended
+    time.sleep(0.05)
 sys.exit(3)
 """
 
@@ -111,8 +111,8 @@ def script(tmp_path: Path) -> str:
 
 
 def test_python_returns_exit_code_and_output(script: str, tmp_path: Path) -> None:
-    run = launch([script, str(tmp_path)], launcher="python", env={"WORLD_SIZE": "one"})
-    assert (run.returncode, run.stdout) == (3, "rank none of one\n")
+    run = launch([script, str(tmp_path)], launcher="python", env={"RANK": "7"})
+    assert (run.returncode, run.stdout) == (3, "rank 7 of 1\n")
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])

@@ -36,7 +36,7 @@ class HFCausalLM(LanguageModel):
     def __init__(self, config: HFCausalLMConfig) -> None:
         super().__init__()
         self.tokenizer = hub.load_tokenizer(config.tokenizer or str(config.path), f"{_WHERE}.tokenizer")
-        self._attention = "sdpa" if config.attention == "auto" else config.attention
+        self.attention = "sdpa" if config.attention == "auto" else config.attention
         self.lm: Any = self._build(config)
         self.sourced = ("lm",) if config.path else ()
         self.hidden_size = int(self.lm.get_input_embeddings().embedding_dim)
@@ -53,7 +53,7 @@ class HFCausalLM(LanguageModel):
         mask_B1TT = None
         if segment_ids_BT is not None:
             self._check_segments()
-            additive = embeds_BTDl.dtype if self._attention == "eager" else None
+            additive = embeds_BTDl.dtype if self.attention == "eager" else None
             mask_B1TT = attention_mask(segment_ids_BT, additive)
         output = self.lm.get_decoder()(
             inputs_embeds=embeds_BTDl, position_ids=position_ids_BT, attention_mask=mask_B1TT, use_cache=False
@@ -92,7 +92,7 @@ class HFCausalLM(LanguageModel):
         try:
             if config.path is not None:
                 return hub.load_model(
-                    AutoModelForCausalLM, config.path, f"{_WHERE}.path", attn_implementation=self._attention
+                    AutoModelForCausalLM, config.path, f"{_WHERE}.path", attn_implementation=self.attention
                 )
             tokenizer = self.tokenizer
             shape = hub.config_of_shape(
@@ -104,7 +104,7 @@ class HFCausalLM(LanguageModel):
                 pad_token_id=None,
             )
             factory: Any = AutoModelForCausalLM
-            return factory.from_config(shape, dtype=torch.float32, attn_implementation=self._attention)
+            return factory.from_config(shape, dtype=torch.float32, attn_implementation=self.attention)
         except (ImportError, ValueError) as error:
             text = " ".join(str(error).split())
             raise ConfigError(f"this language model can't be built: {text[:300]}.", where=_WHERE) from error
@@ -126,11 +126,11 @@ class HFCausalLM(LanguageModel):
 
     def _check_segments(self) -> None:
         kinds = set(getattr(self.lm.config, "layer_types", None) or ["full_attention"])
-        if self._attention == "flash_attention_2" or kinds != {"full_attention"}:
+        if self.attention == "flash_attention_2" or kinds != {"full_attention"}:
             raise ConfigError(
                 "independent questions need the attention kernel sdpa or eager, and full attention in every layer.",
                 where=f"{_WHERE}.attention",
-                given=f"{self._attention}, {', '.join(sorted(kinds))}",
+                given=f"{self.attention}, {', '.join(sorted(kinds))}",
                 hint="Set attention to sdpa, or `turns: conversation` in the text processor.",
             )
 
