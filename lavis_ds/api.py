@@ -57,7 +57,7 @@ def load_model_and_preprocess(
     """`(model, vis_processors, text_processors)`, all ready to call.
 
     Image processors turn a PIL picture and a `numpy.random.Generator` into (3, H, W) uint8; text processors turn a
-    `Conversation` and its pictures into a `Sample`.
+    `Conversation`, its pictures (n, 3, H, W) and a generator into a `Sample`.
     """
     from lavis_ds.data.processors.base import TextContext
 

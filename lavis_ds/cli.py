@@ -138,9 +138,7 @@ def _rank_prefix() -> str:
     return f"[rank {os.environ['RANK']}] " if _in_process_group() and os.environ.get("WORLD_SIZE", "1") != "1" else ""
 
 
-def _add(
-    commands: argparse._SubParsersAction[_Parser], name: str, run: Command, text: str
-) -> argparse.ArgumentParser:
+def _add(commands: argparse._SubParsersAction[_Parser], name: str, run: Command, text: str) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     command.set_defaults(run=run)
     command.add_argument("--debug", action="store_true", help="print the traceback of an error")

@@ -26,26 +26,49 @@ def decode(config_class: type[ConfigT], tree: Mapping[str, Any], *, where: str =
     try:
         return config_class.model_validate(tree)
     except ValidationError as error:
-        findings = [_finding(config_class, tree, line, where) for line in error.errors(include_url=False)]
-        raise ConfigError("\n".join(dict.fromkeys(findings))) from None
+        findings: dict[tuple[str, str], list[str]] = {}  # the members of a union complain each, about the same value
+        for line in error.errors(include_url=False):
+            path, message, given = _finding(config_class, tree, line, where)
+            findings.setdefault((path, given), []).append(message)
+        lines = (f"{path}: {_either(messages)}{given}" for (path, given), messages in findings.items())
+        raise ConfigError("\n".join(dict.fromkeys(lines))) from None
 
 
-def _finding(config_class: type[Config], tree: Mapping[str, Any], line: Any, where: str) -> str:
-    location = line["loc"]
+def _either(messages: Sequence[str]) -> str:
+    first, *others = dict.fromkeys(messages)
+    joined = " or ".join([first, *(message.removeprefix("Input should be ") for message in others)])
+    return joined if joined.endswith((".", "?")) else f"{joined}."
+
+
+def _finding(config_class: type[Config], tree: Mapping[str, Any], line: Any, where: str) -> tuple[str, str, str]:
+    """Key path, what is wrong, and what was given."""
+    location = _keys(tree, line["loc"])
     path = ".".join(str(part) for part in ((where, *location) if where else location)) or "configuration"
     if line["type"] == "extra_forbidden":
         owner = _class_at(config_class, tree, location[:-1])
         known = list(owner.model_fields) if owner else []
-        hint = did_you_mean(str(location[-1]), known) or f"Known keys: {', '.join(known)}."
-        return f"{path}: there is no such key. {hint}"
+        hint = did_you_mean(str(location[-1]), known) or (f"Known keys: {', '.join(known)}." if known else "")
+        return path, f"there is no such key. {hint}".rstrip(), ""
     if line["type"] == "missing":
         owner = _class_at(config_class, tree, location[:-1])
         field = owner.model_fields.get(str(location[-1])) if owner else None
         about = f" ({field.description})" if field is not None and field.description else ""
-        return f"{path}: this key is required{about} and was not given."
-    given = "" if line["type"] in {"component_without_name", "unknown_component"} else f" Given: {line['input']!r}."
-    message = str(line["msg"]).removeprefix("Value error, ").rstrip(".")
-    return f"{path}: {message}.{given}"
+        return path, f"this key is required{about} and was not given.", ""
+    speaks_for_itself = line["type"] in {"component_without_name", "unknown_component"}
+    whole_block = line["type"] == "value_error" and isinstance(line["input"], Mapping)
+    given = "" if speaks_for_itself or whole_block else f" Given: {line['input']!r}."
+    return path, str(line["msg"]).removeprefix("Value error, "), given
+
+
+def _keys(tree: Any, location: Sequence[str | int]) -> tuple[str | int, ...]:
+    """A location of pydantic without the tags it adds for members of a union, such as `constrained-int`."""
+    keys: list[str | int] = []
+    for part in location:
+        is_key = isinstance(part, int) or (isinstance(tree, Mapping) and part in tree)
+        if is_key or (str(part).isidentifier() and part not in {"int", "float", "str", "bool"}):
+            keys.append(part)
+            tree = _child(tree, part)
+    return tuple(keys)
 
 
 def _class_at(config_class: type[Config], tree: Any, location: Sequence[str | int]) -> type[Config] | None:

@@ -89,7 +89,16 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def to_yaml(config: RootConfig) -> str:
     """The resolved configuration; passed back as `--cfg` it gives the same one."""
-    return OmegaConf.to_yaml(OmegaConf.create(config.model_dump(mode="json")))
+    return OmegaConf.to_yaml(OmegaConf.create(_escaped(config.model_dump(mode="json"))))
+
+
+def _escaped(value: Any) -> Any:
+    """`${` in a resolved value is text; unescaped it would be an interpolation when it is read again."""
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    return value.replace("${", "\\${") if isinstance(value, str) else value
 
 
 def _merge_options(tree: dict[str, Any], options: Sequence[str]) -> dict[str, Any]:
@@ -111,6 +120,12 @@ def _merge_options(tree: dict[str, Any], options: Sequence[str]) -> dict[str, An
         resolved = OmegaConf.to_container(merged, resolve=True)
     except (yaml.YAMLError, OmegaConfBaseException) as error:
         raise ConfigError(" ".join(str(error).split()), where="configuration") from error
+    except TypeError as error:
+        raise ConfigError(
+            "an option gives a list where the file has a mapping, or the other way round.",
+            where="--options",
+            given=" ".join(options),
+        ) from error
     assert isinstance(resolved, dict)
     return {str(key): value for key, value in resolved.items()}
 

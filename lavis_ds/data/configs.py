@@ -27,6 +27,7 @@ class ImageTrainConfig(ImageProcessorConfig):
     horizontal_flip: bool = Field(
         False, description="mirror left-right half of the time; wrong where answers say left or right"
     )
+    max_shift: int = Field(0, ge=0, description="move the picture by up to this many pixels each way")
     vertical_flip: bool = Field(False, description="mirror up-down half of the time")
 
     @model_validator(mode="after")

@@ -49,9 +49,12 @@ class DeepSpeedEngine:
         self._precision, self._grad_clip = run.precision, run.grad_clip
         self.is_sharded = self._stage == 3 and self.data_parallel_size > 1
         offloads = zero.get("offload_optimizer", {}).get("device", "none") != "none"
+        optimizer = _cpu_adam(groups, run) if offloads else adamw(groups, run)
+        scale_learning_rates(optimizer, 0.0)  # see _forget_trial_step
         self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=module, optimizer=_cpu_adam(groups, run) if offloads else adamw(groups, run), config=self._settings
+            model=module, optimizer=optimizer, config=self._settings
         )
+        _forget_trial_step(optimizer)
         self.module: nn.Module = self._engine.module
 
     def __call__(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -116,6 +119,19 @@ class DeepSpeedEngine:
             "precision": self._precision,
             "deepspeed": deepspeed.__version__,
         }
+
+
+def _forget_trial_step(optimizer: torch.optim.Optimizer) -> None:
+    """Undo what some of DeepSpeed's wrappers (bf16 and fp16 below ZeRO, for one) do to AdamW when they are made.
+
+    They take a step with zero gradients to allocate the moments. At learning rate 0 that leaves the weights alone, but
+    the step is counted, and the bias correction of every later step would be off.
+    """
+    for state in optimizer.state.values():
+        if isinstance(state.get("step"), Tensor):
+            state["step"].zero_()
+        elif "step" in state:
+            state["step"] = 0
 
 
 def _cpu_adam(groups: list[dict[str, Any]], run: RunConfig) -> torch.optim.Optimizer:

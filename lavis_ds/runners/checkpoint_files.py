@@ -46,14 +46,21 @@ def finish(partial: Path, final: Path, layout: dict[str, Any], versions: dict[st
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     (partial / COMPLETE).touch()
     if final.exists():
-        shutil.rmtree(final)
+        _remove(final)
     partial.rename(final)
     temporary = final.parent / f".{LATEST}"
     temporary.write_text(final.name + "\n")
     temporary.rename(final.parent / LATEST)
-    for path in complete_ones(final.parent)[:-keep_last]:
-        (path / COMPLETE).unlink()  # first, so that a kill in between leaves nothing that looks complete
-        shutil.rmtree(path)
+    complete = complete_ones(final.parent)
+    position = complete.index(final) + 1
+    # A run resumed from an earlier step has left what came later: `--resume auto` must not go back to that.
+    for path in (*complete[position:], *complete[:position][:-keep_last]):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    (path / COMPLETE).unlink(missing_ok=True)  # first, so that a kill in between leaves nothing that looks complete
+    shutil.rmtree(path)
 
 
 def complete_ones(folder: Path) -> list[Path]:
@@ -78,7 +85,7 @@ def verify(path: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
         files = dict(manifest["files"])
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"the manifest can't be read ({error}).", where=str(path)) from error
     for name, size in files.items():
         actual = (path / name).stat().st_size if (path / name).is_file() else None

@@ -30,12 +30,14 @@ class Evaluation:
     Attributes:
         split: its name.
         step: optimizer steps the weights have had.
+        num_samples: samples of the split.
         metrics: means over the whole split, the same on every rank.
-        predictions: one record a sample, in the order of the data; on rank 0 only, elsewhere empty.
+        predictions: one record a sample, sorted by id, where the task makes any; on rank 0 only, elsewhere empty.
     """
 
     split: str
     step: int
+    num_samples: int
     metrics: Mapping[str, float]
     predictions: Sequence[Mapping[str, Any]]
 
@@ -50,7 +52,7 @@ class Evaluation:
         content = {
             "split": self.split,
             "step": self.step,
-            "num_samples": len(self.predictions),
+            "num_samples": self.num_samples,
             "metrics": dict(self.metrics),
         }
         path.write_text(json.dumps(content, indent=2) + "\n")
@@ -96,7 +98,7 @@ def evaluate(
     baselines = (
         task.baselines(chain(*training.values()), chain(*datasets.values())) if task.compares_with_training else {}
     )
-    return _gather(split, step, task, sums, predictions, baselines)
+    return _gather(split, step, len(data), task, sums, predictions, baselines)
 
 
 def evaluate_checkpoint(
@@ -121,6 +123,7 @@ def evaluate_checkpoint(
 def _gather(
     split: str,
     step: int,
+    num_samples: int,
     task: Task,
     sums: Mapping[str, tuple[float, float]],
     predictions: Sequence[Mapping[str, Any]],
@@ -133,7 +136,7 @@ def _gather(
         records.extend(rank_predictions)
     ordered = sorted(records, key=lambda record: str(record["id"]))
     metrics = {**task.summarize(totals), **baselines}
-    return Evaluation(split, step, metrics, ordered if distributed.is_main() else [])
+    return Evaluation(split, step, num_samples, metrics, ordered if distributed.is_main() else [])
 
 
 @contextmanager

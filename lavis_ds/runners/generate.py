@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,15 +26,18 @@ def generate(checkpoint: str, prompt: str, images: Sequence[str], *, max_new_tok
         CheckpointError: there is no complete checkpoint.
         ConfigError: a picture is missing.
     """
-    folder = job.checkpoint(Path(checkpoint))
+    folder, passed_over = job.checkpoint(Path(checkpoint))
+    print("".join(f"{line}\n" for line in passed_over), end="", file=sys.stderr)
     missing = [path for path in images if not Path(path).is_file()]
     if missing:
         raise ConfigError("there is no such picture.", where="--image", given=missing[0])
-    config = load(folder / "config.yaml", [f"model.pretrained={folder}"]).config
+    config = load(folder / "config.yaml").config
+    config = config.model_copy(update={"model": config.model.model_copy(update={"pretrained": str(folder)})})
 
     import torch
 
     from lavis_ds import distributed
+    from lavis_ds.data.order import SampleKey
     from lavis_ds.runners import build
     from lavis_ds.runners.evaluate import evaluation_mode
 
@@ -42,7 +46,7 @@ def generate(checkpoint: str, prompt: str, images: Sequence[str], *, max_new_tok
     content: tuple[Content, ...] = (*(Image(str(Path(path).absolute())) for path in images), Text(prompt))
     question = Conversation("prompt", (Turn("user", content), Turn("assistant", (Text(""),))))
     data = build.encoded(config, {entry: [question]}, build.text_context(config, model), training=False, prompts=True)
-    batch = next(iter(build.eval_loader(config, data, build.collator(model, padding_side="left"))))
+    batch = build.collator(model, padding_side="left")([(data[SampleKey(dataset=0, index=0, epoch=0)], False)])
     context = build.eval_context(data, synced=False)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
     with evaluation_mode(model):

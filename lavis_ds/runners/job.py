@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lavis_ds.config.schema import RootConfig
-from lavis_ds.errors import ConfigError
+from lavis_ds.errors import CheckpointError, ConfigError
 from lavis_ds.runners import checkpoint_files
 
 
@@ -52,14 +52,14 @@ def resolve(config: RootConfig, *, job_id: str | None, resume: str | None) -> Jo
         resume if resume not in (None, "auto", "none") else config.run.resume_ckpt_path if resume is None else None
     )
     if explicit is not None:
-        path = checkpoint(Path(explicit))
-        return Job(output_dir / (job_id or _job_of(path, output_dir) or _time_stamp()), path)
+        path, passed_over = checkpoint(Path(explicit))
+        return Job(output_dir / (job_id or _job_of(path, output_dir) or _time_stamp()), path, passed_over)
     if resume == "auto":
         folder = output_dir / job_id if job_id else _newest_run(output_dir)
         if folder is None:
             return Job(output_dir / _time_stamp(), None, ("resume auto: there is no earlier run; starting anew.",))
-        found, passed_over = checkpoint_files.find(folder / "checkpoints")
-        notices = tuple(f"resume auto: passed over: {line}" for line in passed_over)
+        found, damaged = checkpoint_files.find(folder / "checkpoints")
+        notices = tuple(f"resume auto: passed over: {line}" for line in damaged)
         outcome = f"continuing from {found}." if found else f"no complete checkpoint in {folder}; starting anew."
         return Job(folder, found, (*notices, f"resume auto: {outcome}"))
     folder = output_dir / (job_id or _time_stamp())
@@ -72,20 +72,24 @@ def resolve(config: RootConfig, *, job_id: str | None, resume: str | None) -> Jo
     return Job(folder)
 
 
-def checkpoint(path: Path) -> Path:
+def checkpoint(path: Path) -> tuple[Path, tuple[str, ...]]:
     """`path` itself, or the newest complete checkpoint where it is a run folder or its `checkpoints` folder.
+
+    Returns:
+        The checkpoint, and a line for each newer one that was passed over.
 
     Raises:
         CheckpointError: there is none.
     """
     path = path.expanduser().absolute()
     for folder in (path / "checkpoints", path):
-        if checkpoint_files.complete_ones(folder):
-            found, _ = checkpoint_files.find(folder)
-            if found is not None:
-                return found
+        found, damaged = checkpoint_files.find(folder)
+        if found is not None:
+            return found, tuple(f"passed over: {line}" for line in damaged)
+        if damaged:
+            raise CheckpointError("no checkpoint in this folder is complete.", where=str(folder), given=damaged[0])
     checkpoint_files.verify(path)
-    return path
+    return path, ()
 
 
 def _job_of(checkpoint: Path, output_dir: Path) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -36,16 +37,17 @@ def train(cfg: str, options: Sequence[str], *, job_id: str | None, resume: str |
 
 def evaluate(checkpoint: str, cfg: str | None, options: Sequence[str], *, split: str | None) -> int:
     """Score a checkpoint's weights and write the result into its run folder."""
-    folder = job.checkpoint(Path(checkpoint))
+    folder, passed_over = job.checkpoint(Path(checkpoint))
     loaded = load(cfg or folder / "config.yaml", options)
     config = _for_evaluation(loaded, folder, split)
-    checked = preflight.check(config, world_size=int(os.environ.get("WORLD_SIZE", "1")), splits=_splits_read(config))
+    splits = preflight.read(config, _splits_read(config))
 
     distributed = _join(config)
     from lavis_ds.runners.evaluate import evaluate_checkpoint
 
-    results = evaluate_checkpoint(config, checked.splits, folder)
+    results = evaluate_checkpoint(config, splits, folder)
     if distributed.is_main():
+        print("".join(f"{line}\n" for line in passed_over), end="", file=sys.stderr)
         for result in results:
             print(f"{result.split}: " + ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items()))
     distributed.shutdown()

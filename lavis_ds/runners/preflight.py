@@ -30,13 +30,12 @@ class Preflight:
     splits: dict[str, dict[str, Sequence[Conversation]]]
 
 
-def check(config: RootConfig, *, world_size: int, splits: Sequence[str] | None = None) -> Preflight:
-    """Check what needs no model, and read the annotations.
+def check(config: RootConfig, *, world_size: int) -> Preflight:
+    """Check what needs no model, and read the annotations of the splits that `run:` trains and evaluates on.
 
     Args:
         config: the checked configuration.
         world_size: ranks of the run.
-        splits: the splits wanted; those that `run:` trains and evaluates on where left out.
 
     Raises:
         LavisError: the first thing that is wrong.
@@ -46,9 +45,17 @@ def check(config: RootConfig, *, world_size: int, splits: Sequence[str] | None =
     plan = ds_config.batch_plan(run, world_size)
     if run.engine == "deepspeed":
         ds_config.derive(run, plan, data_parallel_size=world_size)
+    return Preflight(plan, read(config, [*run.train_splits, *run.valid_splits, *run.test_splits]))
+
+
+def read(config: RootConfig, splits: Sequence[str]) -> dict[str, dict[str, Sequence[Conversation]]]:
+    """The annotations of `splits`, once it is clear that the model's files exist: all that an evaluation needs.
+
+    Raises:
+        LavisError: the first thing that is wrong.
+    """
     _check_paths(config)
-    wanted = list(dict.fromkeys([*run.train_splits, *run.valid_splits, *run.test_splits] if splits is None else splits))
-    return Preflight(plan, {split: _read_split(config, split) for split in wanted})
+    return {split: _read_split(config, split) for split in dict.fromkeys(splits)}
 
 
 def _read_split(config: RootConfig, split: str) -> dict[str, Sequence[Conversation]]:

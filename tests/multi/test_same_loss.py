@@ -56,3 +56,11 @@ def test_losses_and_gradients_equal_the_reference(case: str, project: Path, refe
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], abs=1e-5)
         assert ours["train/grad_norm"] == pytest.approx(theirs["train/grad_norm"], rel=1e-4)
         assert ours["train/lr"] == theirs["train/lr"]
+
+
+@pytest.mark.parametrize("stage", range(4))
+def test_bf16_losses_follow_float32(stage: int, project: Path, reference: list[dict[str, float]]) -> None:
+    """Largest difference seen: 0.003. DeepSpeed's trial step at stage 0, if not undone, gives 0.05."""
+    lines = losses(project, 1, [ZERO[stage], "run.batch_size_train=8", "run.precision=bf16"], f"bf16_zero{stage}")
+    for ours, theirs in zip(lines, reference, strict=True):
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], abs=0.01)

@@ -90,7 +90,17 @@ class ImageTrain(ImageProcessor):
             image = PIL.ImageOps.mirror(image)
         if self.config.vertical_flip and rng.random() < 0.5:
             image = PIL.ImageOps.flip(image)
-        return to_tensor(image)
+        return self._shifted(to_tensor(image), rng)
+
+    def _shifted(self, pixels: Tensor, rng: np.random.Generator) -> Tensor:
+        """The picture moved by a whole number of pixels each way; its edge fills what it leaves."""
+        reach = self.config.max_shift
+        if reach == 0:
+            return pixels
+        top, left = rng.integers(2 * reach + 1, size=2)
+        size = self.config.image_size
+        padded = np.pad(pixels.numpy(), ((0, 0), (reach, reach), (reach, reach)), mode="edge")
+        return torch.from_numpy(padded[:, top : top + size, left : left + size].copy())
 
     def _crop(self, width: int, height: int, rng: np.random.Generator) -> Box:
         if self.config.min_scale == 1:

@@ -1,0 +1,93 @@
+"""Counts, means and times of one optimizer step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lavis_ds.batch import Batch
+from lavis_ds.runners import meter
+from lavis_ds.runners.meter import GroupCounts, StepTimer, reduce_outputs
+from lavis_ds.tasks.base import StepOutput
+
+
+def batch(rows: int, width: int, targets: int, tokens: int, samples: int) -> Batch:
+    ids = torch.zeros(rows, width, dtype=torch.int64)
+    return Batch(
+        input_ids=ids, labels=ids, position_ids=ids, attention_mask=ids == 0, images=None, image_index=ids[0],
+        target_index=ids[0], num_targets=targets, num_tokens=tokens, num_samples=samples, sample_ids=(),
+    )  # fmt: skip
+
+
+GROUP = [batch(2, 8, targets=5, tokens=12, samples=2), batch(2, 16, targets=7, tokens=12, samples=1)]
+
+
+def test_counts_are_sums_over_micro_batches() -> None:
+    counts = GroupCounts(GROUP, stop=False)
+    assert (counts.targets, counts.tokens, counts.samples, counts.stop) == (12, 24, 3, False)
+    assert counts.padding_fraction == pytest.approx(1 - 24 / 48)
+
+
+def test_counts_are_sums_over_ranks_in_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[float]] = []
+
+    def of_two_ranks(values: list[float]) -> list[float]:
+        calls.append(list(values))
+        return [a + b for a, b in zip(values, [8, 6, 5, 52, 1], strict=True)]  # the other rank was asked to stop
+
+    monkeypatch.setattr(meter.distributed, "sum_over_ranks", of_two_ranks)
+    counts = GroupCounts(GROUP, stop=False)
+    assert (counts.targets, counts.tokens, counts.samples, counts.stop) == (20, 30, 8, True)
+    assert counts.padding_fraction == pytest.approx(0.7)
+    assert calls == [[12, 24, 3, 48, 0.0]]
+
+
+def test_this_rank_was_asked_to_stop() -> None:
+    assert GroupCounts(GROUP, stop=True).stop
+
+
+def test_metrics_are_means_over_what_they_count_not_means_of_means() -> None:
+    outputs = [
+        StepOutput(torch.tensor(6.0), {"accuracy": (torch.tensor(3.0), 3), "only_here": (1.0, 4)}),
+        StepOutput(torch.tensor(2.0), {"accuracy": (torch.tensor(0.0), 1), "nothing": (0.0, 0)}),
+    ]
+    assert reduce_outputs(outputs) == (8.0, {"accuracy": 0.75, "only_here": 0.25})
+
+
+def test_outputs_are_summed_over_ranks_in_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def twice(values: list[float]) -> list[float]:
+        calls.append(values)
+        return [2 * v for v in values]
+
+    monkeypatch.setattr(meter.distributed, "sum_over_ranks", twice)
+    assert reduce_outputs([StepOutput(torch.tensor(6.0), {"a": (1.0, 4), "b": (2.0, 4)})]) == (
+        12.0,
+        {"a": 0.25, "b": 0.5},
+    )
+    assert len(calls) == 1
+
+
+def test_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([10.0, 11.0, 14.0, 20.0, 20.5, 22.0])
+    monkeypatch.setattr(meter.time, "perf_counter", lambda: next(clock))
+    counts = GroupCounts([replace(GROUP[0], num_tokens=40, num_samples=8)], stop=False)
+    timer = StepTimer()  # 10
+    timer.data_arrived()  # 11
+    assert timer.finish(counts) == {  # 14
+        "time/step_s": 4.0,
+        "time/data_s": 1.0,
+        "throughput/tokens_per_s": 10.0,
+        "throughput/samples_per_s": 2.0,
+    }
+    timer.restart()  # 20: what came before was an evaluation
+    timer.data_arrived()  # 20.5
+    times = timer.finish(counts)  # 22
+    assert (times["time/step_s"], times["time/data_s"]) == (2.0, 0.5)
+
+
+def test_peak_memory_is_in_bytes() -> None:
+    assert meter.peak_memory_bytes() > 50 * 2**20  # torch alone takes more
