@@ -40,7 +40,7 @@ def run(project: Path, runs: list[tuple[str, list[str], str | None]]) -> dict[st
 
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_project(tmp_path_factory.mktemp("project"), save_every=5, num_workers=2)
+    return make_project(tmp_path_factory.mktemp("project"), save_every=None, num_workers=0)
 
 
 @pytest.fixture(scope="module")
