@@ -112,7 +112,10 @@ CASES: dict[str, tuple[Edit, list[str]]] = {
         put("datasets.tiny.vis_processor.train.size", 3),
         ["vis_processor.train.size", "no such key"],
     ),
-    "annotation file": (put("datasets.tiny.annotations.train", "/no/such.json"), ["/no/such.json", "no such annotation file"]),
+    "annotation file": (
+        put("datasets.tiny.annotations.train", "/no/such.json"),
+        ["/no/such.json", "no such annotation file"],
+    ),
     "annotations not JSON": (annotations("[{"), ["train.json", "JSON"]),
     "annotations empty": (annotations([]), ["train.json"]),
     "annotations of another format": (annotations([{"image": "a.png"}]), ["train.json", "conversations"]),

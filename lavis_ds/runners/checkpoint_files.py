@@ -51,10 +51,8 @@ def finish(partial: Path, final: Path, layout: dict[str, Any], versions: dict[st
     temporary = final.parent / f".{LATEST}"
     temporary.write_text(final.name + "\n")
     temporary.rename(final.parent / LATEST)
-    complete = complete_ones(final.parent)
-    position = complete.index(final) + 1
-    # A run resumed from an earlier step has left what came later: `--resume auto` must not go back to that.
-    for path in (*complete[position:], *complete[:position][:-keep_last]):
+    others = [path for path in complete_ones(final.parent) if path != final]  # a damaged one may be of a later step
+    for path in others[: max(0, len(others) + 1 - keep_last)]:
         _remove(path)
 
 

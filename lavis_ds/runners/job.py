@@ -53,7 +53,9 @@ def resolve(config: RootConfig, *, job_id: str | None, resume: str | None) -> Jo
     )
     if explicit is not None:
         path, passed_over = checkpoint(Path(explicit))
-        return Job(output_dir / (job_id or _job_of(path, output_dir) or _time_stamp()), path, passed_over)
+        folder = output_dir / (job_id or _job_of(path, output_dir) or _time_stamp())
+        _refuse_later_ones(folder, path)
+        return Job(folder, path, passed_over)
     if resume == "auto":
         folder = output_dir / job_id if job_id else _newest_run(output_dir)
         if folder is None:
@@ -90,6 +92,22 @@ def checkpoint(path: Path) -> tuple[Path, tuple[str, ...]]:
             raise CheckpointError("no checkpoint in this folder is complete.", where=str(folder), given=damaged[0])
     checkpoint_files.verify(path)
     return path, ()
+
+
+def _refuse_later_ones(folder: Path, chosen: Path) -> None:
+    """A run that goes back and on again must not mix its checkpoints with those of the future it has left.
+
+    Raises:
+        ConfigError: the run folder holds complete checkpoints later than the chosen one.
+    """
+    newest, _ = checkpoint_files.find(folder / "checkpoints")
+    if newest is not None and newest.name > chosen.name:
+        raise ConfigError(
+            "the run folder holds later checkpoints than the one to resume from.",
+            where=str(folder),
+            given=f"{chosen.name}, where the newest is {newest.name}",
+            hint="Pass another --job-id to branch off, or move the later ones away.",
+        )
 
 
 def _job_of(checkpoint: Path, output_dir: Path) -> str | None:

@@ -431,7 +431,7 @@ def test_language_model_of_minigpt4qwen_is_frozen_where_nothing_is_said() -> Non
         ({"unfreeze_pos_embed": True}, "model.unfreeze_pos_embed: is not supported"),
         ({"vit_model": "clip_L"}, "model.vit_model: only eva_clip_g is translated, not clip_L"),
         ({"pretrained": "blip2_flant5.pth"}, "model.pretrained: this is a single file of another layout"),
-        ({"pretrained": "https://host/blip2"}, "lavis-ds convert weights"),
+        ({"pretrained": "https://host/blip2"}, "safetensors"),
         ({"load_finetuned": True, "finetuned": "step9/model.pth"}, "set model.load_finetuned: false"),
     ],
 )

@@ -144,12 +144,6 @@ def test_a_folder_is_named(by_option: bool, inner: str, output: Path, make_run: 
     assert chosen == job.Job(folder, folder / "checkpoints" / "step_00000004")
 
 
-def test_an_earlier_checkpoint_is_named(output: Path, make_run: Make) -> None:
-    folder = make_run("mine", 2, 4)
-    chosen = job.resolve(config(output), job_id=None, resume=str(folder / "checkpoints" / "step_00000002"))
-    assert chosen.resume_from == folder / "checkpoints" / "step_00000002"
-
-
 def test_a_relative_folder_is_named(output: Path, make_run: Make) -> None:
     folder = make_run("mine", 4)  # the working directory is the folder that holds `output`
     assert job.resolve(config(output), job_id=None, resume="output/mine").folder == folder
@@ -233,3 +227,11 @@ def test_a_folder_that_cannot_be_made(output: Path) -> None:
     output.write_text("a file")
     with pytest.raises(ConfigError, match=r"run\.output_dir: the run folder can't be written"):
         job.make_folder(job.Job(output / "mine"))
+
+
+def test_going_back_in_the_same_run_folder_is_refused(output: Path, make_run: Callable[..., Path]) -> None:
+    """The later checkpoints would be overwritten, or be taken for this run's by the next `--resume auto`."""
+    earlier = make_run("run", 4, 8) / "checkpoints" / "step_00000004"
+    with pytest.raises(ConfigError, match=r"later checkpoints.*another --job-id"):
+        job.resolve(config(output), job_id=None, resume=str(earlier))
+    assert job.resolve(config(output), job_id="branch", resume=str(earlier)).resume_from == earlier
