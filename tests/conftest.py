@@ -19,7 +19,7 @@ os.environ.update(
 
 MULTI = Path(__file__).parent / "multi"
 MULTI_TIMEOUT_S = 600
-"""The ranks of these tests have time-outs of their own; this one allows for what DeepSpeed compiles at its first start."""
+"""Ranks have shorter time-outs of their own, which say more."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -53,9 +53,9 @@ def resolve(config: RootConfig, *, job_id: str | None, resume: str | None) -> Jo
     )
     if explicit is not None:
         path, passed_over = checkpoint(Path(explicit))
-        folder = output_dir / (job_id or _job_of(path, output_dir) or _time_stamp())
-        _refuse_later_ones(folder, path)
-        return Job(folder, path, passed_over)
+        own = output_dir / (job_id or _job_of(path, output_dir) or _time_stamp())
+        _refuse_later_ones(own, path)
+        return Job(own, path, passed_over)
     if resume == "auto":
         folder = output_dir / job_id if job_id else _newest_run(output_dir)
         if folder is None:

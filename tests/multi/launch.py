@@ -19,7 +19,7 @@ import tempfile
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -77,7 +77,7 @@ def run_ranks(
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     port = free_port()
-    with tempfile.TemporaryDirectory(prefix="ranks_") as name, _without_shared_buffers(port):
+    with tempfile.TemporaryDirectory(prefix="ranks_") as name:
         folder = Path(name)
         ranks = [
             context.Process(
@@ -221,7 +221,7 @@ def launch(
     port, mark = free_port(), uuid.uuid4().hex
     own = {RUN_MARK: mark, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"} | (CPU_ONLY if device == "cpu" else {})
     command = [*_launcher_command(launcher, num_ranks, port), *args]
-    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr, _without_shared_buffers(port):
+    with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         environment = {**os.environ, **own, **(env or {})}
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment)
         try:
@@ -266,16 +266,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-@contextlib.contextmanager
-def _without_shared_buffers(port: int) -> Iterator[None]:
-    """Remove the buffers of 69 MB a rank that DeepSpeed's CPU all-reduce leaves in shared memory, named by port."""
-    try:
-        yield
-    finally:
-        for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer*_{port}_*"):
-            path.unlink(missing_ok=True)
 
 
 def _content(file: Any) -> str:
