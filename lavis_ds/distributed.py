@@ -73,7 +73,8 @@ def initialize(timeout_s: int) -> None:
         torch.cuda.set_device(local_rank())
     else:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size()))
-    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(seconds=timeout_s))
+    backend, device_id = ("nccl", device()) if torch.cuda.is_available() else ("gloo", None)
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device_id)
 
 
 def shutdown() -> None:

@@ -20,7 +20,7 @@ JOB = "demo"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-gpus", type=int, help="processes; all GPUs, or without a GPU one process for all cores")
+    parser.add_argument("--num-gpus", type=int, help="processes; without it one for each GPU, or two on a CPU")
     parser.add_argument(
         "--options", nargs="*", default=[], metavar="KEY=VALUE", help="overrides, such as run.max_epoch=1"
     )
@@ -38,8 +38,8 @@ def main() -> int:
 
 
 def launcher(num_gpus: int | None) -> list[str]:
-    """One process where that is fastest (a small model on a CPU uses all cores from one), else one for each GPU."""
-    processes = num_gpus if num_gpus is not None else available_gpus()
+    """A process for each GPU. Without a GPU two processes: on two cores they are faster than one with two threads."""
+    processes = num_gpus if num_gpus is not None else available_gpus() or min(2, os.cpu_count() or 1)
     if processes <= 1:
         return [sys.executable]
     return [str(Path(sys.executable).with_name("deepspeed")), "--num_gpus", str(processes)]

@@ -31,6 +31,7 @@ def train(cfg: str, options: Sequence[str], *, job_id: str | None, resume: str |
     chosen = distributed.broadcast_object(chosen)
     runner = registry.get_runner_class(config.run.runner.name)(config, chosen.with_notices(loaded.notices), checked)
     code: int = runner.run()
+    distributed.barrier()  # launchers end all ranks soon after the first one has left, and rank 0 writes the report
     distributed.shutdown()
     return code
 

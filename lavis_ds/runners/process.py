@@ -13,6 +13,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 def prepare() -> None:
     """Quieten what users can do nothing about, and let a CPU run keep its memory."""
+    # DeepSpeed compiles with the `ninja` beside this interpreter, also where its environment isn't activated.
+    os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader processes are forks; a warning each otherwise
     # DeepSpeed calls collectives by their old names; one warning a rank and call otherwise.
     warnings.filterwarnings("ignore", message=r".*torch\.distributed\.\w+` is deprecated", category=FutureWarning)

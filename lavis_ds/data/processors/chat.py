@@ -23,6 +23,8 @@ from lavis_ds.data.processors.base import TextContext, TextProcessor
 from lavis_ds.errors import ConfigError, DataError
 
 _START, _END = "<|im_start|>", "<|im_end|>"
+_SHORT, _MAX_REMEMBERED = 100, 10_000
+"""Characters of a text, and number of texts, whose ids are remembered: a few MiB at most."""
 _ROLES: tuple[Role, ...] = ("system", "user", "assistant")
 
 
@@ -74,6 +76,7 @@ class Chat(TextProcessor):
     def __init__(self, config: ChatConfig, context: TextContext) -> None:
         super().__init__(config, context)
         self._tokenizer = context.tokenizer
+        self._remembered: dict[str, Sequence[int]] = {}
         self._start, self._end = _special_id(self._tokenizer, _START), _special_id(self._tokenizer, _END)
         if {self._start, self._end} & set(self._encode(f"{_START}{_END}")):
             raise ConfigError(
@@ -124,12 +127,15 @@ class Chat(TextProcessor):
 
     def decode(self, ids: list[int]) -> str:
         answer = list(takewhile(lambda i: i not in self.stop_ids, ids))
-        return str(self._tokenizer.decode(answer, skip_special_tokens=True)).strip()
+        return str(self._tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)).strip()
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(
-            text, add_special_tokens=False, split_special_tokens=True, verbose=False
-        )
+    def _encode(self, text: str) -> Sequence[int]:
+        """Ids of plain text. Short texts (questions, answers, headers) come again and again, so they are remembered."""
+        ids = self._remembered.get(text)
+        if ids is None:
+            ids = self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True, verbose=False)
+            if len(text) <= _SHORT and len(self._remembered) < _MAX_REMEMBERED:
+                self._remembered[text] = ids
         return ids
 
     def _open(self, tokens: _Tokens, role: Role, *, is_first: bool = False) -> None:
