@@ -74,7 +74,9 @@ def parser() -> argparse.ArgumentParser:
     report = _add(commands, "report", _report, "write one HTML page for a run, or several compared")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
     report.add_argument(
-        "--output", metavar="FILE", help="where to write it; report.html in the first run folder if left out"
+        "--output",
+        metavar="FILE",
+        help="where to write it; report.html in the run folder, or comparison.html beside the first",
     )
     return root
 

@@ -186,7 +186,12 @@ class _Linter:
             if device != "none" and stage < lowest:
                 text = f"needs zero_optimization.stage {lowest} or more; the stage is {stage}."
                 self._report(f"zero_optimization.{name}", text)
-            if device == "nvme" and not zero[name].get("nvme_path"):
+            if device == "nvme" and name == "offload_optimizer":
+                self._report(
+                    f"zero_optimization.{name}.device",
+                    "DeepSpeed's checkpoints of optimizer states on nvme load without their weights; use device: cpu.",
+                )
+            elif device == "nvme" and not zero[name].get("nvme_path"):
                 self._report(f"zero_optimization.{name}.nvme_path", "this folder must be given for device: nvme.")
 
 

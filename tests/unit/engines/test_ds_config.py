@@ -173,7 +173,7 @@ BAD = [
     ("optimizer.params.torch_adam", True, "has no effect"),
     ("gradient_allreduce_op", "sum", "the training loop needs 'mean'"),
     ("zero_optimization.offload_param.device", "cpu", "needs zero_optimization.stage 3"),
-    ("zero_optimization.offload_optimizer.device", "nvme", "nvme_path"),
+    ("zero_optimization.offload_optimizer.device", "nvme", "load without their weights"),
 ]
 
 

@@ -70,3 +70,15 @@ def test_damaged_state(content: str | None, tmp_path: Path) -> None:
 def test_the_file_is_json_of_every_counter(tmp_path: Path) -> None:
     state().save(tmp_path / "s.json")
     assert set(json.loads((tmp_path / "s.json").read_text())) == set(TrainState.__dataclass_fields__)
+
+
+def test_another_seed_or_order_of_datasets_is_refused(tmp_path: Path) -> None:
+    """Both would silently change which samples come next."""
+    saved = TrainState(dataset_sizes={"a": 6, "b": 4}, global_batch_size=4, seed=1)
+    saved.save(tmp_path / "state.json")
+    for other in (
+        TrainState(dataset_sizes={"a": 6, "b": 4}, global_batch_size=4, seed=2),
+        TrainState(dataset_sizes={"b": 4, "a": 6}, global_batch_size=4, seed=1),
+    ):
+        with pytest.raises(CheckpointError, match="order of samples could not go on"):
+            other.restore(tmp_path / "state.json")

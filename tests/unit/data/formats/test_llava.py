@@ -11,7 +11,7 @@ from lavis_ds.errors import DataError
 
 def convert(*said: tuple[Any, Any], **item: Any) -> Conversation:
     item["conversations"] = [{"from": role, "value": value} for role, value in said]
-    return to_conversation(item, conversation_id="c", where="a.json: item 3", image_root="/root")
+    return to_conversation(item, conversation_id="c", where="a.json: item 3", image_root="/data")
 
 
 def test_pictures_stand_at_the_markers_of_human_turns_only() -> None:
@@ -25,7 +25,7 @@ def test_pictures_stand_at_the_markers_of_human_turns_only() -> None:
     )
     assert result.turns == (
         Turn("system", (Text("Be <image> kind."),)),
-        Turn("user", (Image("/root/1.jpg"), Text("\nWhat?"))),
+        Turn("user", (Image("/data/1.jpg"), Text("\nWhat?"))),
         Turn("assistant", (Text("An <image>."),)),
         Turn("user", (Text("And\n"), Image("/2.jpg"))),
         Turn("assistant", (Text("A dog."),)),
@@ -35,7 +35,7 @@ def test_pictures_stand_at_the_markers_of_human_turns_only() -> None:
 
 def test_one_picture_without_marker_stands_first_in_the_first_human_turn() -> None:
     result = convert(("system", "s"), ("human", "What?"), ("gpt", "A cat."), image="1.jpg")
-    assert result.turns[1] == Turn("user", (Image("/root/1.jpg"), Text("What?")))
+    assert result.turns[1] == Turn("user", (Image("/data/1.jpg"), Text("What?")))
 
 
 def test_text_only_items_keep_markers_as_text() -> None:

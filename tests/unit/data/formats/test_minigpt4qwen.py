@@ -10,7 +10,7 @@ from lavis_ds.errors import DataError
 
 
 def convert(**item: Any) -> Conversation:
-    return to_conversation(item, conversation_id="c", where="a.json: item 3 (id x)", image_root="/root")
+    return to_conversation(item, conversation_id="c", where="a.json: item 3 (id x)", image_root="/data")
 
 
 def user(*parts: Text | Image) -> Turn:
@@ -19,7 +19,7 @@ def user(*parts: Text | Image) -> Turn:
 
 def test_picture_stands_before_the_instruction_where_no_marker_says_otherwise() -> None:
     result = convert(image="a/1.jpg", instruction="What is it?", output="A cat.")
-    assert result.turns == (user(Image("/root/a/1.jpg"), Text("What is it?")), Turn("assistant", (Text("A cat."),)))
+    assert result.turns == (user(Image("/data/a/1.jpg"), Text("What is it?")), Turn("assistant", (Text("A cat."),)))
     assert result.id == "c"
     assert result.references == {"answer": "A cat."}
 
@@ -27,7 +27,7 @@ def test_picture_stands_before_the_instruction_where_no_marker_says_otherwise() 
 @pytest.mark.parametrize("marker", ["<ImageHere>", "<Img><ImageHere></Img>"])
 def test_picture_stands_at_its_marker(marker: str) -> None:
     result = convert(image="1.jpg", instruction=f"Look: {marker} What is it?", output="A cat.")
-    assert result.turns[0] == user(Text("Look: "), Image("/root/1.jpg"), Text(" What is it?"))
+    assert result.turns[0] == user(Text("Look: "), Image("/data/1.jpg"), Text(" What is it?"))
 
 
 def test_turns_and_pictures_of_lists_keep_their_order() -> None:
@@ -37,13 +37,13 @@ def test_turns_and_pictures_of_lists_keep_their_order() -> None:
         output=["first", "second"],
     )
     assert result.turns[0] == user(Image("/abs/1.jpg"), Text(" one"))
-    assert result.turns[2] == user(Text("two "), Image("/root/2.jpg"))
+    assert result.turns[2] == user(Text("two "), Image("/data/2.jpg"))
     assert [turn.text for turn in result.turns[1::2]] == ["first", "second"]
 
 
 def test_several_pictures_without_markers_stand_first() -> None:
     result = convert(image=["1.jpg", "2.jpg"], instruction=["one", "two"], output=["a", "b"])
-    assert result.turns[0] == user(Image("/root/1.jpg"), Image("/root/2.jpg"), Text("one"))
+    assert result.turns[0] == user(Image("/data/1.jpg"), Image("/data/2.jpg"), Text("one"))
     assert result.turns[2] == user(Text("two"))
 
 
