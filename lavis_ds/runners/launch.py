@@ -25,7 +25,8 @@ def train(cfg: str, options: Sequence[str], *, job_id: str | None, resume: str |
     config = loaded.config
     checked = preflight.check(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
     chosen = job.resolve(config, job_id=job_id, resume=resume)
-    job.make_folder(chosen)
+    if os.environ.get("RANK", "0") == "0":  # whose choice counts: time stamps may differ between ranks
+        job.make_folder(chosen)
 
     distributed = _join(config)
     chosen = distributed.broadcast_object(chosen)

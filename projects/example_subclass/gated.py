@@ -1,10 +1,4 @@
-"""A model and a task of one's own, without touching the package.
-
-The model multiplies the picture's tokens by a learned gate and returns the gate with its other outputs; the task adds a
-penalty that pulls the gate towards 1 and reports both.
-"""
-
-from __future__ import annotations
+"""A model and a task of one's own: a learned gate on the picture's tokens, and a penalty that pulls it towards 1."""
 
 import torch
 from pydantic import Field
@@ -51,8 +45,7 @@ class GatePenaltyTask(InstructTask):
 
     def train_step(self, forward: Forward, batch: Batch) -> StepOutput:
         loss_sum, num_correct, gate = forward(batch)
-        output = StepOutput(loss_sum, {"train/token_accuracy": (num_correct, batch.num_targets)})
-        output = output.with_loss(
-            "train/gate_penalty", (gate - 1) ** 2, weight=self.config.weight, count=batch.num_targets
-        )
-        return output.with_metric("train/gate", gate, count=batch.num_targets)
+        count = batch.num_targets
+        output = StepOutput(loss_sum, {"train/token_accuracy": (num_correct, count)})
+        output = output.with_loss("train/gate_penalty", (gate - 1) ** 2, weight=self.config.weight, count=count)
+        return output.with_metric("train/gate", gate, count=count)
