@@ -71,7 +71,7 @@ def initialize(timeout_s: int) -> None:
                 hint="Start as many ranks as there are GPUs (--num_gpus, --nproc_per_node).",
             )
         torch.cuda.set_device(local_rank())
-    else:
+    elif "OMP_NUM_THREADS" not in os.environ:  # else the user, or torchrun, has decided
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size()))
     backend, device_id = ("nccl", device()) if torch.cuda.is_available() else ("gloo", None)
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device_id)

@@ -66,6 +66,8 @@ class BatchLoader(Iterator[Batch]):
             batch_size=None,
             sampler=_Keys(plan, steps),
             num_workers=num_workers,
+            # Whatever the process's default: forks share the annotations with their parent and are there at once.
+            multiprocessing_context="fork" if num_workers else None,
             pin_memory=pin_memory,
             collate_fn=_unchanged,
             worker_init_fn=_ignore_signals,
