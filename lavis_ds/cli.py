@@ -219,7 +219,8 @@ def _list(arguments: argparse.Namespace) -> int:
         )
     for kind, parts in registry.KINDS.items():
         if arguments.kind in (None, kind):
-            print(f"{kind}:" if arguments.kind is None else "", end="\n" if arguments.kind is None else "")
+            if arguments.kind is None:
+                print(f"{kind}:")
             for entry in parts:
                 print(f"  {entry.name:<36} {entry.target}")
     return 0
