@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +23,7 @@ def command(*arguments: str, folder: Path, timeout_s: int) -> None:
 def test_quickstart_answers_unseen_questions(tmp_path: Path) -> None:
     command(str(ROOT / "projects/quickstart/prepare.py"), folder=tmp_path, timeout_s=60)
     cfg = str(ROOT / "projects/quickstart/train.yaml")
-    options = ["run.precision=bf16", "run.num_workers=4", "run.deepspeed_config=zero0"]
+    options = runpy.run_path(str(ROOT / "scripts/quickstart.py"))["ONE_GPU"]
     arguments = ["train", "--cfg", cfg, "--job-id", "gpu", "--options", *options]
     command("-c", "from lavis_ds.cli import entry_point; entry_point()", *arguments, folder=tmp_path, timeout_s=240)
     (scores,) = (tmp_path / "output/quickstart/gpu/eval").glob("test_step_*.json")
