@@ -15,7 +15,10 @@ IGNORE_INDEX = -100
 """Label of a token that is no target (the value of PyTorch's cross-entropy and of Hugging Face)."""
 
 PREFIX_SEGMENT = 0
-"""Segment of tokens that every later segment of the row may attend to."""
+"""Segment of tokens that every later segment of the sample may attend to."""
+
+SEGMENT_STRIDE = 1 << 20
+"""Segment s of the d-th sample in a row is numbered d * SEGMENT_STRIDE + s; so its prefix is d * SEGMENT_STRIDE."""
 
 PADDING_SEGMENT = -1
 
@@ -32,8 +35,12 @@ class Sample:
         position_ids: (S,) int64.
         segment_ids: (S,) int64, or None where the whole sample is one causal sequence. A token attends to earlier
             tokens of its own segment and of `PREFIX_SEGMENT`.
-        images: (n, 3, H, W) uint8, in order of appearance; n may be 0.
+        images: (n, 3, H, W) uint8, all views of all pictures in order of appearance; n may be 0.
         image_index: (n * Q,) int64, the positions in `input_ids` that the images' tokens fill, in order.
+        target_weights: (S,) float32, factors of the targets' losses; None where all are 1.
+        num_dropped_turns: turns left out because the sample was too long.
+        dataset: number of its dataset.
+        position: its place in the stream of samples.
         references: what evaluation compares with (answer text, question type, ...); not used in training.
     """
 
@@ -44,29 +51,66 @@ class Sample:
     images: Tensor
     image_index: Tensor
     segment_ids: Tensor | None = None
+    target_weights: Tensor | None = None
+    num_dropped_turns: int = 0
+    dataset: int = 0
+    position: int = 0
     references: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)
+class Unusable:
+    """A sample that was left out, and why.
+
+    Attributes:
+        id: as `Sample.id`.
+        source: file, where one is known.
+        reason: what is wrong with it.
+    """
+
+    id: str
+    source: str | None
+    reason: str
+
+
+@dataclass(frozen=True)
+class DatasetCounts:
+    """What a batch holds of one dataset."""
+
+    name: str
+    num_samples: int = 0
+    num_tokens: int = 0
+    target_weight: float = 0.0
+
+
+@dataclass(frozen=True)
 class Batch:
-    """One micro-batch of a rank.
+    """One micro-batch of a rank: B rows, each of one sample or, packed, of several.
 
     Attributes:
         input_ids: (B, T) int64, padded.
         labels: (B, T) int64, `IGNORE_INDEX` on padding, prompts and fillers; not shifted.
         position_ids: (B, T) int64.
         attention_mask: (B, T) bool, True on real tokens.
-        segment_ids: (B, T) int64 or None; see `Sample`. `PADDING_SEGMENT` on padding.
+        segment_ids: (B, T) int64, or None where every row is one causal sequence; see `Sample` and `SEGMENT_STRIDE`.
+            `PADDING_SEGMENT` on padding.
         images: (N, 3, H, W) uint8 with N >= 1: every micro-batch makes exactly one vision call, so a batch without
             images carries one blank image, whose tokens fill nothing. None where the model has no vision part.
         image_index: (M,) int64, flat positions in (B * T) filled by the images' tokens in order; M = N * Q, or 0.
         target_index: (K,) int64, flat positions in (B * T) whose next token is a target; K >= 1 (a filler where the
             batch has no target).
-        num_targets: number of target tokens; what the loss is divided by, summed over the global batch.
+        target_weights: (K,) float32, factors of the targets' losses; None where all are 1.
+        target_dataset: (K,) int64, numbers of the targets' datasets in `by_dataset`; None where there is one dataset.
+        num_targets: number of target tokens.
+        target_weight: sum of their weights; what the loss is divided by, summed over the global batch.
         num_tokens: number of real tokens.
-        num_samples: number of samples, fillers left out.
-        sample_ids: ids of the rows' samples, fillers left out.
-        references: one entry a row, or None.
+        sample_ids: ids of the samples, in the order of rows; empty rows come last and have none.
+        positions: the samples' places in the stream.
+        num_dropped_turns: turns left out because samples were too long.
+        by_dataset: counts of every dataset of the run.
+        unusable: samples that were left out.
+        stream_state: where the stream that this batch was read from goes on; None where data is indexed.
+        references: one entry a sample, or None.
     """
 
     input_ids: Tensor
@@ -77,11 +121,22 @@ class Batch:
     image_index: Tensor
     target_index: Tensor
     num_targets: int
+    target_weight: float
     num_tokens: int
-    num_samples: int
     sample_ids: tuple[str, ...]
+    positions: tuple[int, ...]
+    by_dataset: tuple[DatasetCounts, ...]
     segment_ids: Tensor | None = None
+    target_weights: Tensor | None = None
+    target_dataset: Tensor | None = None
+    num_dropped_turns: int = 0
+    unusable: tuple[Unusable, ...] = ()
+    stream_state: dict[str, Any] | None = None
     references: tuple[dict[str, Any] | None, ...] | None = None
+
+    @property
+    def num_samples(self) -> int:
+        return len(self.sample_ids)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -37,18 +37,29 @@ def declare() -> None:
     for name, target, config in [
         ("minigpt4qwen_json", "lavis_ds.data.builders.minigpt4qwen_json:MiniGPT4QwenJson", "MiniGPT4QwenJsonConfig"),
         ("llava_json", "lavis_ds.data.builders.llava_json:LlavaJson", "LlavaJsonConfig"),
+        ("messages", "lavis_ds.data.builders.messages:Messages", "MessagesConfig"),
+        ("sharegpt", "lavis_ds.data.builders.sharegpt:ShareGPT", "ShareGPTConfig"),
+        ("captions", "lavis_ds.data.builders.captions:Captions", "CaptionsConfig"),
+        ("coco_captions", "lavis_ds.data.builders.coco_captions:CocoCaptions", "CocoCaptionsConfig"),
+        ("vqa", "lavis_ds.data.builders.vqa:VQAFiles", "VQAFilesConfig"),
+        ("text", "lavis_ds.data.builders.text:PlainText", "TextConfig"),
+        ("webdataset", "lavis_ds.data.builders.webdataset:WebDataset", "WebDatasetConfig"),
         ("easy_vqa", "lavis_ds.data.builders.easy_vqa:EasyVQA", "EasyVQAConfig"),
         ("emoji", "lavis_ds.data.builders.emoji:Emoji", "EmojiConfig"),
     ]:
         r.builders.declare(name, target, f"{data_configs}:{config}")
     r.processors.declare("image_train", "lavis_ds.data.processors.image:ImageTrain", f"{data_configs}:ImageTrainConfig")
     r.processors.declare("image_eval", "lavis_ds.data.processors.image:ImageEval", f"{data_configs}:ImageEvalConfig")
+    r.processors.declare(
+        "image_anyres", "lavis_ds.data.processors.anyres:ImageAnyRes", f"{data_configs}:ImageAnyResConfig"
+    )
     for name, target in [
         ("blip2_image_train", "ImageTrain"),
         ("blip_image_train", "ImageTrain"),
         ("blip_image_eval", "ImageEval"),
     ]:
         r.processors.declare(name, f"lavis_ds.data.processors.image:{target}", f"{data_configs}:{target}Config")
+    r.processors.declare("plain", "lavis_ds.data.processors.plain:Plain", f"{data_configs}:PlainConfig")
     r.processors.declare("chat", "lavis_ds.data.processors.chat:Chat", f"{data_configs}:ChatConfig")
 
     r.tasks.declare("instruct", "lavis_ds.tasks.instruct:InstructTask", f"{task_configs}:InstructConfig")

@@ -71,6 +71,8 @@ def parser() -> argparse.ArgumentParser:
         "--plugin", action="append", default=[], metavar="FILE", help="also list what this file or module registers"
     )
 
+    _add_data(commands)
+
     report = _add(commands, "report", _report, "write one HTML page for a run, or several compared")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
     report.add_argument(
@@ -79,6 +81,65 @@ def parser() -> argparse.ArgumentParser:
         help="where to write it; report.html in the run folder, or comparison.html beside the first",
     )
     return root
+
+
+def _add_data(commands: argparse._SubParsersAction[_Parser]) -> None:
+    data = commands.add_parser("data", help="look at data, count its tokens, build its indices, write shards")
+    tools = data.add_subparsers(dest="tool", required=True, metavar="TOOL", parser_class=_Parser)
+
+    inspect = _add(tools, "inspect", _data_inspect, "show samples as the model sees them")
+    _add_config(inspect)
+    inspect.add_argument("--split", help="split to look at; run.train_splits if left out")
+    inspect.add_argument("--dataset", metavar="NAME", help="only samples of this entry of `datasets:`")
+    inspect.add_argument(
+        "--num", type=int, default=4, metavar="N", help="the first N samples of an epoch; 4 if left out"
+    )
+    inspect.add_argument(
+        "--index", type=int, nargs="+", default=[], metavar="N", help="the samples with these numbers in their dataset"
+    )
+    inspect.add_argument(
+        "--seed-epoch", type=int, default=0, metavar="E", help="epoch that decides order and augmentation; the first, 0"
+    )
+    inspect.add_argument("--html", metavar="FILE", help="write a page with pictures instead")
+
+    stats = _add(tools, "stats", _data_stats, "count tokens and pictures, and compute padding and packing")
+    _add_config(stats)
+    stats.add_argument("--split", help="split to count; run.train_splits if left out")
+    stats.add_argument(
+        "--pack-lengths",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="T",
+        help="tokens of a packed row; the run's, twice and four times that if left out",
+    )
+    _add_num_gpus(stats)
+    stats.add_argument("--json", action="store_true", help="print JSON")
+
+    index = _add(tools, "index", _data_index, "build every index and cache that a run would need")
+    _add_config(index)
+    index.add_argument(
+        "--split", nargs="+", default=[], help="splits; all that the run trains and evaluates on if left out"
+    )
+    _add_num_processes(index)
+    _add_num_gpus(index)
+
+    shard = _add(tools, "shard", _data_shard, "write a split as webdataset shards; goes on where it was stopped")
+    _add_config(shard)
+    shard.add_argument("--split", default="train", help="split to write; train if left out")
+    shard.add_argument("--to", metavar="DIR", required=True, help="folder of the shards")
+    shard.add_argument("--dataset", metavar="NAME", help="only this entry of `datasets:`")
+    shard.add_argument("--max-samples", type=int, default=10_000, metavar="N", help="most samples of a shard; 10000")
+    shard.add_argument("--max-bytes", default="1GiB", metavar="SIZE", help="longest shard, such as 500MiB; 1GiB")
+    _add_num_processes(shard)
+
+
+def _add_num_gpus(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--num-gpus", type=int, default=1, metavar="N", help="ranks of the run; 1 if left out")
+
+
+def _add_num_processes(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--num-processes", type=int, metavar="N", help="processes at work; one a CPU if left out")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -224,6 +285,61 @@ def _list(arguments: argparse.Namespace) -> int:
             for entry in parts:
                 print(f"  {entry.name:<36} {entry.target}")
     return 0
+
+
+def _data_inspect(arguments: argparse.Namespace) -> int:
+    from lavis_ds.runners.data_tools.inspect import inspect
+
+    return inspect(
+        arguments.cfg,
+        arguments.options,
+        split=arguments.split,
+        dataset=arguments.dataset,
+        num=arguments.num,
+        index=arguments.index,
+        epoch=arguments.seed_epoch,
+        html=arguments.html,
+    )
+
+
+def _data_stats(arguments: argparse.Namespace) -> int:
+    from lavis_ds.runners.data_tools.stats import stats
+
+    return stats(
+        arguments.cfg,
+        arguments.options,
+        split=arguments.split,
+        pack_lengths=arguments.pack_lengths,
+        num_gpus=arguments.num_gpus,
+        as_json=arguments.json,
+    )
+
+
+def _data_index(arguments: argparse.Namespace) -> int:
+    from lavis_ds.runners.data_tools.index import index
+
+    return index(
+        arguments.cfg,
+        arguments.options,
+        splits=arguments.split,
+        num_processes=arguments.num_processes,
+        num_gpus=arguments.num_gpus,
+    )
+
+
+def _data_shard(arguments: argparse.Namespace) -> int:
+    from lavis_ds.runners.data_tools.shard import shard
+
+    return shard(
+        arguments.cfg,
+        arguments.options,
+        split=arguments.split,
+        dataset=arguments.dataset,
+        folder=arguments.to,
+        max_samples=arguments.max_samples,
+        max_bytes=arguments.max_bytes,
+        num_processes=arguments.num_processes,
+    )
 
 
 def _report(arguments: argparse.Namespace) -> int:

@@ -61,6 +61,27 @@ class DataError(LavisError):
     exit_code = 2
 
 
+class SampleError(DataError):
+    """One sample can't be used.
+
+    Attributes:
+        sample_id: which.
+        source: the file concerned, where one is known.
+    """
+
+    sample_id: str = ""
+    source: str | None = None
+
+    @classmethod
+    def about(cls, sample_id: str, error: LavisError) -> SampleError:
+        """`error` as one that names the sample."""
+        source = error.where if error.where != sample_id else None
+        place = f"{sample_id} ({source})" if source else sample_id
+        made = cls(error.what, where=place, given=error.given, expected=error.expected, hint=error.hint)
+        made.sample_id, made.source = sample_id, source
+        return made
+
+
 class CheckpointError(LavisError):
     """A checkpoint or weight file is missing, incomplete, damaged or does not fit."""
 

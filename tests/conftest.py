@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,9 +19,16 @@ os.environ.update(
     WANDB_MODE="offline",
 )
 
+# Token counts and indices are kept apart from the user's own.
+os.environ["LAVIS_DS_CACHE"] = tempfile.mkdtemp(prefix="lavis_ds_tests_")
+
 MULTI = Path(__file__).parent / "multi"
 MULTI_TIMEOUT_S = 600
 """Ranks have shorter time-outs of their own, which say more."""
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ["LAVIS_DS_CACHE"], ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,10 +29,11 @@ from transformers import AutoImageProcessor, AutoModel, AutoModelForCausalLM
 from lavis_ds.config.load import load
 from lavis_ds.data.builders.emoji import Emoji
 from lavis_ds.data.configs import EmojiConfig
-from lavis_ds.data.processors.image import open_image, to_tensor
+from lavis_ds.data.conversation import Image as Picture
+from lavis_ds.data.processors.open_image import open_image, to_tensor
 from lavis_ds.models.configs import HFCausalLMConfig, HFVisionConfig
 from lavis_ds.models.language.hf_causal_lm import HFCausalLM
-from lavis_ds.models.loss import sum_cross_entropy
+from lavis_ds.models.loss import token_losses
 from lavis_ds.models.vision.hf_vision import HFVision
 from lavis_ds.models.weights import read_keys
 from lavis_ds.runners.launch import train
@@ -214,7 +215,7 @@ def test_language_model_has_the_loss_of_plain_transformers() -> None:
     ids = ours.tokenizer(text, return_tensors="pt").input_ids
     with torch.no_grad():
         hidden = ours(ours.embed(ids), torch.arange(ids.shape[1])[None])
-        loss = sum_cross_entropy(ours.logits(hidden[0, :-1]), ids[0, 1:]) / (ids.shape[1] - 1)
+        loss = token_losses(ours.logits(hidden[0, :-1]), ids[0, 1:]).sum() / (ids.shape[1] - 1)
         expected = plain(input_ids=ids, labels=ids).loss
     assert expected < 3, "a pretrained model expects such a sentence; random weights give ln(49152) = 10.8"
     torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)  # measured 0: the same operations
@@ -226,7 +227,7 @@ def test_vision_tower_gives_the_eighth_hidden_state_of_plain_transformers() -> N
     ours = HFVision(HFVisionConfig(path=folder, image_size=112, select_layer=8)).eval()
     plain: Any = AutoModel.from_pretrained(folder).eval()
     path = sorted((WEIGHTS / "emoji" / "google").iterdir())[0]
-    image = to_tensor(open_image(str(path)).resize((112, 112)))
+    image = to_tensor(open_image(Picture(str(path))).resize((112, 112)))
     factory: Any = AutoImageProcessor
     pixels = factory.from_pretrained(folder, do_resize=False, do_center_crop=False)(image, return_tensors="pt")
     with torch.no_grad():

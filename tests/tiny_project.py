@@ -21,8 +21,15 @@ WORDS = (
 )  # fmt: skip
 
 
-def make_project(folder: Path, **run: Any) -> Path:
-    """Write the project and return its YAML. Keyword arguments go into `run:`."""
+def make_project(folder: Path, *, data: dict[str, Any] | None = None, num_datasets: int = 1, **run: Any) -> Path:
+    """Write the project and return its YAML.
+
+    Args:
+        folder: where it goes.
+        data: the block `data:`.
+        num_datasets: 2 adds a second entry, `words`, of 9 samples without pictures.
+        run: goes into `run:`.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     train_tokenizer([" ".join(WORDS)], vocab_size=320).save_pretrained(folder / "tokenizer")
     rng = np.random.default_rng(0)
@@ -31,7 +38,14 @@ def make_project(folder: Path, **run: Any) -> Path:
     (folder / "train.json").write_text(json.dumps(items))
     (folder / "val.json").write_text(json.dumps(items[:5]))
     path = folder / "train.yaml"
-    path.write_text(yaml.safe_dump(_config(folder, run)))
+    config = _config(folder, run)
+    if data is not None:
+        config["data"] = data
+    if num_datasets == 2:
+        words = [{**_item(folder, 4 * number + 1, rng), "id": f"w{number}"} for number in range(9)]
+        (folder / "words.json").write_text(json.dumps(words))
+        config["datasets"]["words"] = {"builder": "llava_json", "annotations": {"train": str(folder / "words.json")}}
+    path.write_text(yaml.safe_dump(config))
     return path
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -47,6 +47,9 @@ class ModelConfig(Config):
 class ProcessorConfig(NamedConfig):
     """Options that every processor has."""
 
+    augments: ClassVar[bool] = False
+    """Whether it changes pictures at random, so that evaluation needs another one."""
+
 
 class ProcessorsConfig(Config):
     """The processor used in training and the one used in evaluation (the same where only one is given)."""
@@ -67,15 +70,34 @@ class ProcessorsConfig(Config):
 
 
 class ImageProcessorsConfig(ProcessorsConfig):
-    """As above for pictures; where only `train` is given, evaluation resizes to the same size without augmentation."""
+    """As above for pictures; where only a `train` that augments is given, evaluation resizes to the same size."""
 
     @model_validator(mode="before")
     @classmethod
     def _eval_without_augmentation(cls, value: Any) -> Any:
         if isinstance(value, dict) and isinstance(value.get("train"), dict) and "eval" not in value:
-            size = {key: value["train"][key] for key in ("image_size",) if key in value["train"]}
-            return {**value, "eval": {"name": "image_eval", **size}}
+            name = value["train"].get("name")
+            if name in registry.processors and getattr(registry.processors.config_class(name), "augments", False):
+                kept = {key: value["train"][key] for key in ("image_size", "max_pixels") if key in value["train"]}
+                return {**value, "eval": {"name": "image_eval", **kept}}
         return value
+
+
+class VideoConfig(Config):
+    """Which frames of a video the model sees; each is a picture of its own."""
+
+    num_frames: int | None = Field(None, ge=1, description="frames a video, evenly spaced; this or fps")
+    fps: float | None = Field(None, gt=0, description="frames a second of the video, at most max_frames of them")
+    max_frames: int = Field(32, ge=1, description="most frames of a video")
+    timestamps: bool = Field(False, description="write each frame's time before it, as `<12.5 s>`")
+
+    @model_validator(mode="after")
+    def _one_rate(self) -> VideoConfig:
+        if self.num_frames is not None and self.fps is not None:
+            raise ValueError(f"num_frames ({self.num_frames}) and fps ({self.fps}) are both given; keep one")
+        if self.num_frames is not None and self.num_frames > self.max_frames:
+            raise ValueError(f"num_frames ({self.num_frames}) is larger than max_frames ({self.max_frames})")
+        return self
 
 
 class DatasetConfig(Config):
@@ -83,13 +105,44 @@ class DatasetConfig(Config):
 
     builder: str = Field(description="registered name of the builder; the entry's own name where it is left out")
     annotations: dict[str, Paths] = Field(default_factory=dict, description="split name -> annotation file or files")
-    image_root: LocalPath | None = Field(None, description="folder that image paths are relative to")
+    image_root: LocalPath | None = Field(None, description="folder that image and video paths are relative to")
+    weight: float | None = Field(
+        None, gt=0, description="share in the mixture, beside the weights of the other datasets; for all or for none"
+    )
+    repeat: float = Field(1.0, gt=0, description="passes over this dataset in an epoch of the run, such as 0.5 or 3")
+    max_samples: int | None = Field(None, ge=1, description="use only the first so many samples of a training split")
+    video: VideoConfig = Field(default_factory=VideoConfig, description="frames taken from videos")
     vis_processor: ImageProcessorsConfig | None = Field(
         None, description="turns a picture into pixels; left out for text-only data"
     )
     text_processor: ProcessorsConfig = Field(
         default_factory=lambda: ProcessorsConfig.model_validate("chat"),
         description="turns a conversation into token ids and labels",
+    )
+
+
+class DataConfig(Config):
+    """How samples become batches, and what happens to those that can't be used."""
+
+    batching: Literal["padded", "grouped", "packed"] = Field(
+        "padded",
+        description="padded: a sample a row; grouped: the same, samples of like length together; packed: rows of "
+        "`pack_length` tokens filled with whole samples (batch sizes then count rows)",
+    )
+    pack_length: int | None = Field(
+        None, ge=8, description="tokens of a packed row; model.max_txt_len where left out, and never less"
+    )
+    plan_window: int = Field(
+        8192, ge=1, description="neighbours in the random order, in samples, that are grouped or packed together"
+    )
+    temperature: float | None = Field(
+        None, ge=1, description="datasets are drawn in proportion to size ** (1 / temperature); 1 is by size"
+    )
+    max_bad_fraction: float = Field(
+        0.01, ge=0, le=1, description="share of the samples that may turn out unusable before the run stops"
+    )
+    worker_timeout_s: int = Field(
+        300, ge=1, description="seconds after which a data-loading process that gives no batch ends the run"
     )
 
 
@@ -228,4 +281,14 @@ class RootConfig(Config):
     datasets: dict[str, Annotated[DatasetConfig, ComponentOf(registry.builders)]] = Field(
         min_length=1, description="what it learns from"
     )
+    data: DataConfig = Field(default_factory=DataConfig, description="how samples become batches")
     run: RunConfig = Field(description="how it is trained")
+
+    @model_validator(mode="after")
+    def _rows_hold_any_sample(self) -> RootConfig:
+        length, longest = self.data.pack_length, self.model.max_txt_len
+        if length is not None and length < longest:
+            raise ValueError(
+                f"data.pack_length ({length}) is less than model.max_txt_len ({longest}), so some samples fit no row"
+            )
+        return self

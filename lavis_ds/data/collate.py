@@ -1,27 +1,37 @@
-"""Samples -> one padded `Batch`, with every count checked here, where the sample's id is known."""
+"""Samples -> one `Batch`: a row's samples are joined, rows are padded. Counts are checked where the id is known."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lavis_ds.batch import IGNORE_INDEX, PADDING_SEGMENT, PREFIX_SEGMENT, Batch, Sample
+from lavis_ds.batch import (
+    IGNORE_INDEX,
+    PADDING_SEGMENT,
+    PREFIX_SEGMENT,
+    SEGMENT_STRIDE,
+    Batch,
+    DatasetCounts,
+    Sample,
+    Unusable,
+)
 from lavis_ds.errors import DataError
 
-Row = tuple[Sample, bool]
-"""A sample, and whether it is a filler."""
+_NO_IMAGES = torch.empty((0, 3, 0, 0), dtype=torch.uint8)
 
 
 class Collator:
-    """Pads samples to one length and joins their pictures.
+    """Joins the samples of each row, pads rows to one length, and joins their pictures.
 
     Args:
         pad_id: token id on padding.
         image_shape: (3, H, W) of the model's pictures; None where it has no vision part.
         tokens_per_image: tokens that a picture fills; 0 where the model has no vision part.
+        datasets: names of all datasets of the run, in the order of `Sample.dataset`.
         padding_side: right for training; left for generation, so that all prompts end together.
         pad_to_multiple_of: row lengths are rounded up to a multiple of this, which suits GPUs' matrix units.
     """
@@ -32,47 +42,54 @@ class Collator:
         image_shape: tuple[int, int, int] | None,
         *,
         tokens_per_image: int,
+        datasets: Sequence[str],
         padding_side: Literal["right", "left"] = "right",
         pad_to_multiple_of: int = 8,
     ) -> None:
         self.pad_id, self.image_shape, self.tokens_per_image = pad_id, image_shape, tokens_per_image
-        self.padding_side, self.pad_to_multiple_of = padding_side, pad_to_multiple_of
+        self.datasets, self.padding_side, self.pad_to_multiple_of = tuple(datasets), padding_side, pad_to_multiple_of
+        self._blank = _blank(pad_id)
 
-    def __call__(self, rows: Sequence[Row]) -> Batch:
-        """The batch of `rows`; real samples come before fillers.
-
-        Raises:
-            DataError: a sample's pictures, their size or their places do not fit; the message names it.
-        """
-        samples, is_filler = [sample for sample, _ in rows], [filler for _, filler in rows]
-        if sorted(is_filler) != is_filler:
-            raise ValueError("fillers must come after all real samples, so that row i is the sample sample_ids[i]")
-        for sample in samples:
-            self._check(sample)
-        real = samples[: is_filler.count(False)]
-        width = (
-            -(-max(len(sample.input_ids) for sample in samples) // self.pad_to_multiple_of) * self.pad_to_multiple_of
-        )
-        labels = self._padded([_labels(*row) for row in rows], width, IGNORE_INDEX)
+    def __call__(self, rows: Sequence[Sequence[Sample]], unusable: Sequence[Unusable] = ()) -> Batch:
+        """The batch of `rows` of checked samples; rows without samples go last and hold a token that is no target."""
+        filled = [row for row in rows if row]
+        samples = [sample for row in filled for sample in row]
+        joined = [_join(row) for row in filled] + [self._blank] * (len(rows) - len(filled))
+        longest = max(len(sample.input_ids) for sample in joined)
+        width = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        labels = self._padded([sample.labels for sample in joined], width, IGNORE_INDEX)
         targets = labels[:, 1:] != IGNORE_INDEX
-        references = tuple(None if filler else sample.references for sample, filler in rows)
+        target_index = _flat_index(targets, width)
+        num_targets = int(targets.sum())
+        weights = self._target_weights(joined, width, target_index)
+        references = tuple(sample.references for sample in samples)
+        lengths = [len(sample.input_ids) for sample in joined]
         return Batch(
-            input_ids=self._padded([sample.input_ids for sample in samples], width, self.pad_id),
+            input_ids=self._padded([sample.input_ids for sample in joined], width, self.pad_id),
             labels=labels,
-            position_ids=self._positions(samples, width),
-            attention_mask=self._padded([torch.ones_like(s.input_ids, dtype=torch.bool) for s in samples], width, 0),
-            images=self._images(samples),
-            image_index=self._image_index(samples, width),
-            target_index=_flat_index(targets, width),
-            num_targets=int(targets.sum()),
-            num_tokens=sum(len(sample.input_ids) for sample in real),
-            num_samples=len(real),
-            sample_ids=tuple(sample.id for sample in real),
-            segment_ids=self._segments(samples, width),
+            position_ids=self._positions(joined, width),
+            attention_mask=self._padded([torch.ones(length, dtype=torch.bool) for length in lengths], width, False),
+            segment_ids=self._segments(joined, width),
+            images=self._images(joined),
+            image_index=self._image_index(joined, width),
+            target_index=target_index,
+            target_weights=weights,
+            target_dataset=self._target_dataset(filled, len(rows), width, target_index),
+            num_targets=num_targets,
+            target_weight=float(num_targets) if weights is None else float(weights[:num_targets].sum()),
+            num_tokens=sum(len(sample.input_ids) for sample in samples),
+            sample_ids=tuple(sample.id for sample in samples),
+            positions=tuple(sample.position for sample in samples),
+            num_dropped_turns=sum(sample.num_dropped_turns for sample in samples),
+            by_dataset=tuple(_count(name, i, samples) for i, name in enumerate(self.datasets)),
+            unusable=tuple(unusable),
             references=references if any(reference is not None for reference in references) else None,
         )
 
-    def _check(self, sample: Sample) -> None:
+    def check(self, sample: Sample) -> None:
+        """Raises:
+        DataError: the sample's pictures, their size or their places do not fit; the message names it.
+        """
         num_images, places = len(sample.images), len(sample.image_index)
         if self.image_shape is None and num_images:
             raise DataError("the sample has pictures, but the model has no vision part.", where=sample.id)
@@ -94,7 +111,7 @@ class Collator:
         if sample.labels[0] != IGNORE_INDEX:
             raise DataError("the first token is a target, but nothing before it predicts it.", where=sample.id)
 
-    def _padded(self, rows: Sequence[Tensor], width: int, value: int) -> Tensor:
+    def _padded(self, rows: Sequence[Tensor], width: int, value: float) -> Tensor:
         padded = rows[0].new_full((len(rows), width), value)
         for target, row in zip(padded, rows, strict=True):
             start = self._start(len(row), width)
@@ -104,36 +121,85 @@ class Collator:
     def _start(self, length: int, width: int) -> int:
         return width - length if self.padding_side == "left" else 0
 
-    def _positions(self, samples: Sequence[Sample], width: int) -> Tensor:
-        """Left padding is all 0. Right padding counts on, for a restart would look like a second packed sample."""
-        positions = self._padded([sample.position_ids for sample in samples], width, 0)
+    def _positions(self, rows: Sequence[Sample], width: int) -> Tensor:
+        """Left padding is all 0. Right padding counts on, for a restart would look like a further packed sample."""
+        positions = self._padded([row.position_ids for row in rows], width, 0)
         if self.padding_side == "right":
-            for row, sample in zip(positions, samples, strict=True):
-                length = len(sample.position_ids)
-                row[length:] = sample.position_ids[-1] + torch.arange(1, width - length + 1)
+            for padded, row in zip(positions, rows, strict=True):
+                length = len(row.position_ids)
+                padded[length:] = row.position_ids[-1] + torch.arange(1, width - length + 1)
         return positions
 
-    def _images(self, samples: Sequence[Sample]) -> Tensor | None:
+    def _images(self, rows: Sequence[Sample]) -> Tensor | None:
         if self.image_shape is None:
             return None
-        pictures = [sample.images for sample in samples if len(sample.images)]
+        pictures = [row.images for row in rows if len(row.images)]
         return torch.cat(pictures) if pictures else torch.zeros((1, *self.image_shape), dtype=torch.uint8)
 
-    def _image_index(self, samples: Sequence[Sample], width: int) -> Tensor:
-        starts = [row * width + self._start(len(sample.input_ids), width) for row, sample in enumerate(samples)]
-        return torch.cat([start + sample.image_index for start, sample in zip(starts, samples, strict=True)])
+    def _image_index(self, rows: Sequence[Sample], width: int) -> Tensor:
+        starts = [number * width + self._start(len(row.input_ids), width) for number, row in enumerate(rows)]
+        return torch.cat([start + row.image_index for start, row in zip(starts, rows, strict=True)])
 
-    def _segments(self, samples: Sequence[Sample], width: int) -> Tensor | None:
+    def _segments(self, rows: Sequence[Sample], width: int) -> Tensor | None:
         """A row of one causal sequence is all prefix."""
-        if all(sample.segment_ids is None for sample in samples):
+        if all(row.segment_ids is None for row in rows):
             return None
-        whole = [torch.full_like(sample.input_ids, PREFIX_SEGMENT) for sample in samples]
-        rows = [w if s.segment_ids is None else s.segment_ids for w, s in zip(whole, samples, strict=True)]
-        return self._padded(rows, width, PADDING_SEGMENT)
+        return self._padded([_segments(row) for row in rows], width, PADDING_SEGMENT)
+
+    def _target_weights(self, rows: Sequence[Sample], width: int, target_index: Tensor) -> Tensor | None:
+        if all(row.target_weights is None for row in rows):
+            return None
+        return self._padded([_weights(row) for row in rows], width, 1.0).flatten()[target_index + 1]
+
+    def _target_dataset(
+        self, rows: Sequence[Sequence[Sample]], num_rows: int, width: int, target_index: Tensor
+    ) -> Tensor | None:
+        if len(self.datasets) < 2:
+            return None
+        numbers = [torch.cat([torch.full_like(s.input_ids, s.dataset) for s in row]) for row in rows]
+        empty = [torch.zeros(1, dtype=torch.int64)] * (num_rows - len(rows))
+        return self._padded([*numbers, *empty], width, 0).flatten()[target_index + 1]
 
 
-def _labels(sample: Sample, is_filler: bool) -> Tensor:
-    return torch.full_like(sample.labels, IGNORE_INDEX) if is_filler else sample.labels
+def _join(samples: Sequence[Sample]) -> Sample:
+    """One sequence of several samples, none of which sees another."""
+    if len(samples) == 1:
+        return samples[0]
+    starts = [0]
+    for sample in samples:
+        starts.append(starts[-1] + len(sample.input_ids))
+    weighted = any(sample.target_weights is not None for sample in samples)
+    return replace(
+        samples[0],
+        input_ids=torch.cat([sample.input_ids for sample in samples]),
+        labels=torch.cat([sample.labels for sample in samples]),
+        position_ids=torch.cat([sample.position_ids for sample in samples]),
+        segment_ids=torch.cat([_segments(sample) + d * SEGMENT_STRIDE for d, sample in enumerate(samples)]),
+        target_weights=torch.cat([_weights(sample) for sample in samples]) if weighted else None,
+        images=torch.cat([s.images for s in samples if len(s.images)] or [_NO_IMAGES]),
+        image_index=torch.cat([start + s.image_index for start, s in zip(starts, samples, strict=False)]),
+    )
+
+
+def _segments(sample: Sample) -> Tensor:
+    return torch.full_like(sample.input_ids, PREFIX_SEGMENT) if sample.segment_ids is None else sample.segment_ids
+
+
+def _weights(sample: Sample) -> Tensor:
+    return torch.ones(len(sample.input_ids)) if sample.target_weights is None else sample.target_weights
+
+
+def _blank(pad_id: int) -> Sample:
+    """What a row without samples holds."""
+    token = torch.full((1,), pad_id)
+    no_places = torch.empty(0, dtype=torch.int64)
+    return Sample("", token, torch.full_like(token, IGNORE_INDEX), torch.zeros_like(token), _NO_IMAGES, no_places)
+
+
+def _count(name: str, number: int, samples: Sequence[Sample]) -> DatasetCounts:
+    own = [sample for sample in samples if sample.dataset == number]
+    weights = [_weights(sample)[sample.labels != IGNORE_INDEX].sum() for sample in own]
+    return DatasetCounts(name, len(own), sum(len(s.input_ids) for s in own), float(sum(weights)))
 
 
 def _flat_index(targets: Tensor, width: int) -> Tensor:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import PIL.Image
 
 Role = Literal["system", "user", "assistant"]
 
@@ -20,21 +23,43 @@ class Image:
     """A picture at this place of a turn.
 
     Attributes:
-        path: absolute path of the file.
+        path: absolute path of the file, a `data:` URL, or, with `data`, a name for messages (`shard.tar: 0001.jpg`).
+        data: the file's bytes, or pixels already decoded, where it does not lie in a file of its own.
     """
 
     path: str
+    data: bytes | PIL.Image.Image | None = None
 
 
-Content = Text | Image
+@dataclass(frozen=True, slots=True)
+class Video:
+    """A video at this place of a turn; its sampled frames take its place before encoding (`lavis_ds.data.video`).
+
+    Attributes:
+        path: absolute path of a video file or of a folder of frames, or, with `data`, a name for messages.
+        data: the file's bytes, where it does not lie in a file of its own.
+    """
+
+    path: str
+    data: bytes | None = None
+
+
+Content = Text | Image | Video
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one speaker says in one go."""
+    """What one speaker says in one go.
+
+    Attributes:
+        role: who speaks.
+        content: text, pictures and videos in order.
+        weight: factor of its tokens' losses, where they are targets; 0 makes them no targets.
+    """
 
     role: Role
     content: tuple[Content, ...]
+    weight: float = 1.0
 
     @property
     def text(self) -> str:
@@ -59,3 +84,8 @@ class Conversation:
     def images(self) -> tuple[Image, ...]:
         """All pictures in order of appearance."""
         return tuple(part for turn in self.turns for part in turn.content if isinstance(part, Image))
+
+    @property
+    def videos(self) -> tuple[Video, ...]:
+        """All videos in order of appearance."""
+        return tuple(part for turn in self.turns for part in turn.content if isinstance(part, Video))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +14,13 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from lavis_ds.batch import Sample
-from lavis_ds.data.conversation import Conversation
+from lavis_ds.config.schema import VideoConfig
+from lavis_ds.data import video
+from lavis_ds.data.builders.base import ConversationStream
+from lavis_ds.data.conversation import Conversation, Image
 from lavis_ds.data.order import SampleKey
 from lavis_ds.data.processors.base import ImageProcessor, TextProcessor
-from lavis_ds.data.processors.image import open_image
-from lavis_ds.errors import DataError, LavisError
+from lavis_ds.errors import DataError, LavisError, SampleError
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,14 @@ class Source:
         conversations: its samples.
         image_processor: None where the samples have no pictures.
         text_processor: makes ids and labels.
+        video: which frames of videos are used.
     """
 
     name: str
-    conversations: Sequence[Conversation]
+    conversations: Sequence[Conversation] | ConversationStream
     image_processor: ImageProcessor | None
     text_processor: TextProcessor
+    video: VideoConfig = VideoConfig()  # noqa: RUF009 (frozen)
 
 
 class EncodedDataset(Dataset[Sample]):
@@ -52,37 +58,96 @@ class EncodedDataset(Dataset[Sample]):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Number of samples of each source."""
-        return tuple(len(source.conversations) for source in self.sources)
+        """Number of samples of each source; 0 for a stream."""
+        return tuple(_size(source.conversations) for source in self.sources)
 
     def __len__(self) -> int:
         return sum(self.sizes)
+
+    def name_of(self, key: SampleKey) -> str:
+        """What to call the sample of `key` where its conversation can't be read."""
+        return f"{self.sources[key.dataset].name}[{key.index}]"
 
     def __getitem__(self, key: SampleKey) -> Sample:
         """The sample of `key`; its id is `<dataset name>/<conversation id>`.
 
         Raises:
-            DataError: anything about the sample went wrong; the message names the sample, and the file where it is one.
+            SampleError: anything about the sample went wrong; the message names it, and the file where it is one.
+        """
+        return self.encode(self._conversation(key.dataset, key.index), key)
+
+    def encode(self, conversation: Conversation, key: SampleKey) -> Sample:
+        """As `[key]`, of a conversation that is there already.
+
+        Raises:
+            SampleError: as on access.
         """
         source = self.sources[key.dataset]
-        sample_id = f"{source.name}[{key.index}]"
-        try:
-            conversation = source.conversations[key.index]
-            sample_id = f"{source.name}/{conversation.id}"
-            return self._encode(source, replace(conversation, id=sample_id), key)
-        except LavisError as error:
-            raise _about(sample_id, error) from error
-        except Exception as error:
-            failure = DataError(f"the sample can't be encoded: {type(error).__name__}: {error}.", where=sample_id)
-            failure.add_note(traceback.format_exc())  # `from error` does not survive the way out of a worker process
-            raise failure from error
-
-    def _encode(self, source: Source, conversation: Conversation, key: SampleKey) -> Sample:
         rng = np.random.default_rng([self.seed, key.epoch, key.dataset, key.index])
-        images = _pixels(source.image_processor, conversation, rng)
-        if self.as_prompts:
-            return source.text_processor.prompt(_with_question(conversation), images)
-        return source.text_processor(conversation, images, rng)
+        with _named(source, conversation) as conversation:
+            if conversation.videos:
+                conversation = video.expand(conversation, source.video)
+            images = [_pixels(source.image_processor, image, conversation.id, rng) for image in conversation.images]
+            if self.as_prompts:
+                sample = source.text_processor.prompt(_with_question(conversation), images)
+            else:
+                sample = source.text_processor(conversation, images, rng)
+            return replace(sample, dataset=key.dataset, position=key.position)
+
+    def count(self, dataset: int, index: int) -> tuple[int, int]:
+        """Tokens and views of pictures that a sample will have, without reading any pixels.
+
+        Raises:
+            SampleError: as on access, as far as that shows without pixels.
+        """
+        sample = self.without_pixels(dataset, index)
+        return len(sample.input_ids), len(sample.images)
+
+    def without_pixels(self, dataset: int, index: int) -> Sample:
+        """The sample as on access, but its pictures are (n, 3, 0, 0).
+
+        Raises:
+            SampleError: as on access, as far as that shows without pixels.
+        """
+        source = self.sources[dataset]
+        with _named(source, self._conversation(dataset, index)) as conversation:
+            if conversation.videos:
+                conversation = video.expand(conversation, source.video, pixels=False)
+            images = [_no_pixels(source.image_processor, image, conversation.id) for image in conversation.images]
+            return source.text_processor(conversation, images, np.random.default_rng(0))
+
+    def _conversation(self, dataset: int, index: int) -> Conversation:
+        source = self.sources[dataset]
+        with _about(f"{source.name}[{index}]"):
+            indexed: Any = source.conversations
+            conversation: Conversation = indexed[index]
+            return conversation
+
+
+def _size(conversations: Sequence[Conversation] | ConversationStream) -> int:
+    return 0 if isinstance(conversations, ConversationStream) else len(conversations)
+
+
+@contextmanager
+def _named(source: Source, conversation: Conversation) -> Iterator[Conversation]:
+    """The conversation under its full id, which also stands in whatever goes wrong with it."""
+    sample_id = f"{source.name}/{conversation.id}"
+    with _about(sample_id):
+        yield replace(conversation, id=sample_id)
+
+
+@contextmanager
+def _about(sample_id: str) -> Iterator[None]:
+    """What goes wrong inside is about this sample."""
+    try:
+        yield
+    except LavisError as error:
+        raise SampleError.about(sample_id, error) from error
+    except Exception as error:
+        what = DataError(f"the sample can't be encoded: {type(error).__name__}: {error}.", where=sample_id)
+        failure = SampleError.about(sample_id, what)
+        failure.add_note(traceback.format_exc())  # `from error` does not survive the way out of a worker process
+        raise failure from error
 
 
 def _with_question(conversation: Conversation) -> Conversation:
@@ -94,17 +159,19 @@ def _with_question(conversation: Conversation) -> Conversation:
     return replace(conversation, references={**asked, **conversation.references})
 
 
-def _pixels(processor: ImageProcessor | None, conversation: Conversation, rng: np.random.Generator) -> Tensor:
-    if not conversation.images:
-        return torch.empty((0, 3, 0, 0), dtype=torch.uint8)
+def _pixels(processor: ImageProcessor | None, image: Image, sample_id: str, rng: np.random.Generator) -> Tensor:
+    """(V, 3, H, W)."""
+    processor = _required(processor, sample_id)
+    pixels = processor(processor.open(image), rng)
+    return pixels if pixels.dim() == 4 else pixels[None]
+
+
+def _no_pixels(processor: ImageProcessor | None, image: Image, sample_id: str) -> Tensor:
+    """(V, 3, 0, 0): all that counting tokens needs to know of a picture."""
+    return torch.empty((_required(processor, sample_id).count_views(image), 3, 0, 0), dtype=torch.uint8)
+
+
+def _required(processor: ImageProcessor | None, sample_id: str) -> ImageProcessor:
     if processor is None:
-        raise DataError("the sample has pictures, but the dataset has no `vis_processor`.", where=conversation.id)
-    return torch.stack([processor(open_image(image.path), rng) for image in conversation.images])
-
-
-def _about(sample_id: str, error: LavisError) -> LavisError:
-    """`error` as one that names the sample."""
-    if error.where == sample_id:
-        return error
-    place = f"{sample_id} ({error.where})" if error.where else sample_id
-    return DataError(error.what, where=place, given=error.given, expected=error.expected, hint=error.hint)
+        raise DataError("the sample has pictures, but the dataset has no `vis_processor`.", where=sample_id)
+    return processor

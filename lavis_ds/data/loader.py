@@ -2,54 +2,31 @@
 
 from __future__ import annotations
 
-import atexit
-import signal
-import threading
-import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any
 
-import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
-from lavis_ds.batch import Batch
+from lavis_ds.batch import Batch, Sample, Unusable
 from lavis_ds.data.collate import Collator
 from lavis_ds.data.dataset import EncodedDataset
-from lavis_ds.data.order import SampleKey, StepPlan
-from lavis_ds.errors import DataError, LavisError
-
-Item = TypeVar("Item")
-
-_OUT_OF_MEMORY = "Most often the machine ran out of memory; try a smaller run.num_workers."
+from lavis_ds.data.order import SampleKey
+from lavis_ds.data.plan import Row, StepPlan
+from lavis_ds.data.worker import SupervisedBatches, Watch
+from lavis_ds.errors import DataError, LavisError, SampleError
 
 
-def train_loader(
-    dataset: EncodedDataset,
-    plan: StepPlan,
-    collator: Collator,
-    start_step: int,
-    num_steps: int,
-    num_workers: int,
-    pin_memory: bool,
-) -> StepLoader:
-    """The micro-batches of this rank, one list an optimizer step, from `start_step` on."""
-    steps = range(start_step, start_step + num_steps)
-    return StepLoader(BatchLoader(dataset, plan, collator, steps, num_workers, pin_memory), plan.accumulation)
-
-
-def eval_loader(
-    dataset: EncodedDataset, plan: StepPlan, collator: Collator, num_workers: int, pin_memory: bool
-) -> BatchLoader:
-    """All batches of this rank; the same number on every rank."""
-    return BatchLoader(dataset, plan, collator, range(plan.num_steps), num_workers, pin_memory)
-
-
-class BatchLoader(Iterator[Batch]):
+class BatchLoader(SupervisedBatches):
     """The micro-batches of `steps`, one after another. The same batches whatever `num_workers`.
 
-    Raises:
-        DataError: on the batch concerned, when a sample can't be used or a data-loading process died.
+    A sample that can't be used leaves its place empty; the batch says so (`Batch.unusable`).
+
+    Args:
+        dataset: samples by key.
+        plan: the keys of this rank.
+        collator: samples to batches.
+        steps: optimizer steps whose batches come.
+        num_workers: as in `SupervisedBatches`, and so are the others.
     """
 
     def __init__(
@@ -60,67 +37,38 @@ class BatchLoader(Iterator[Batch]):
         steps: range,
         num_workers: int,
         pin_memory: bool,
+        timeout_s: int,
     ) -> None:
-        loader = DataLoader(
-            _MicroBatches(dataset, collator),
-            batch_size=None,
-            sampler=_Keys(plan, steps),
-            num_workers=num_workers,
-            # Whatever the process's default: forks share the annotations with their parent and are there at once.
-            multiprocessing_context="fork" if num_workers else None,
-            pin_memory=pin_memory,
-            collate_fn=_unchanged,
-            worker_init_fn=_ignore_signals,
-            generator=torch.Generator(),  # else a loader's start draws from the global one, and a resumed run differs
-        )
-        with _keeping_sigchld():
-            self._batches: Iterator[Batch | LavisError] = iter(loader)
-        self._end = weakref.finalize(self, _end_workers, self._batches)
-        self._end.atexit = False
-        # PyTorch and multiprocessing end workers at exit by SIGTERM, which ours ignore, and wait for them: come before.
-        atexit.register(self._end)
-
-    def __next__(self) -> Batch:
-        if not self._end.alive:
-            raise StopIteration
-        try:
-            batch = next(self._batches)
-        except RuntimeError as error:
-            if "DataLoader worker (pid" not in str(error):
-                raise
-            batch = DataError(f"a data-loading process died: {error}", hint=_OUT_OF_MEMORY)
-        if isinstance(batch, LavisError):
-            self.close()
-            raise batch
-        return batch
-
-    def close(self) -> None:
-        """End the data-loading processes. No more batches come."""
-        self._end()
-        atexit.unregister(self._end)
+        watch = Watch(dataset, num_workers)
+        batches = _MicroBatches(dataset, collator, watch)
+        super().__init__(batches, watch, num_workers, pin_memory, timeout_s, sampler=_Rows(plan, steps))
 
 
 class StepLoader(Iterator[list[Batch]]):
     """Groups of `accumulation` micro-batches."""
 
-    def __init__(self, batches: BatchLoader, accumulation: int) -> None:
+    def __init__(self, batches: SupervisedBatches, accumulation: int) -> None:
         self._batches, self._accumulation = batches, accumulation
 
     def __next__(self) -> list[Batch]:
         return [next(self._batches) for _ in range(self._accumulation)]
+
+    def state(self) -> dict[str, Any]:
+        """What this rank must know, besides the step, to go on after the last group; as JSON."""
+        return self._batches.state()
 
     def close(self) -> None:
         """End the data-loading processes. No more steps come."""
         self._batches.close()
 
 
-class _Keys:
-    """The sampler: one list of keys a micro-batch."""
+class _Rows:
+    """The sampler: the rows of one micro-batch at a time."""
 
     def __init__(self, plan: StepPlan, steps: range) -> None:
         self._plan, self._steps = plan, steps
 
-    def __iter__(self) -> Iterator[list[SampleKey]]:
+    def __iter__(self) -> Iterator[list[Row]]:
         for step in self._steps:
             yield from self._plan.micro_batches(step)
 
@@ -129,43 +77,29 @@ class _Keys:
 
 
 class _MicroBatches(Dataset[Batch | LavisError]):
-    """Whole micro-batches, made in the data-loading process.
+    """Whole micro-batches, made in the data-loading process."""
 
-    A `LavisError` is handed over as a value: raised there, PyTorch would turn it into the text of a traceback.
-    """
+    def __init__(self, dataset: EncodedDataset, collator: Collator, watch: Watch) -> None:
+        self._dataset, self._collator, self._watch = dataset, collator, watch
 
-    def __init__(self, dataset: EncodedDataset, collator: Collator) -> None:
-        self._dataset, self._collator = dataset, collator
-
-    def __getitem__(self, keys: list[SampleKey]) -> Batch | LavisError:
+    def __getitem__(self, rows: list[Row]) -> Batch | LavisError:
+        unusable: list[Unusable] = []
         try:
-            return self._collator([(self._dataset[key], key.is_filler) for key in keys])
+            samples = [[sample for key in row if (sample := self._load(key, unusable)) is not None] for row in rows]
+            return self._collator(samples, unusable)
         except LavisError as error:
             return error
+        finally:
+            self._watch.finish()
 
-
-def _unchanged(item: Item) -> Item:
-    return item
-
-
-@contextmanager
-def _keeping_sigchld() -> Iterator[None]:
-    """PyTorch's handler would raise a dead worker's error amid any line of the trainer; `next` notices it anyway."""
-    before = signal.getsignal(signal.SIGCHLD)
-    yield
-    if before is not None and threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, before)
-
-
-def _end_workers(batches: Iterator[Batch | LavisError]) -> None:
-    shut_down = getattr(
-        batches, "_shutdown_workers", None
-    )  # only an iterator with workers has it; else they end with it
-    if shut_down is not None:
-        shut_down()
-
-
-def _ignore_signals(worker_id: int) -> None:
-    """Ctrl-C and SIGTERM reach all processes; the trainer, which saves on them, must still get its batches."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    def _load(self, key: SampleKey, unusable: list[Unusable]) -> Sample | None:
+        self._watch.begin(key)
+        try:
+            sample = self._dataset[key]
+            self._collator.check(sample)
+            return sample
+        except SampleError as error:
+            unusable.append(Unusable(error.sample_id, error.source, str(error)))
+        except DataError as error:
+            unusable.append(Unusable(sample.id, None, str(error)))
+        return None

@@ -1,142 +1,109 @@
-"""Which samples make up which optimizer step: pure functions of (seed, sizes, batch sizes).
+"""The endless stream of samples, a pure function of (seed, sizes, mixture).
 
-The stream of samples does not depend on ranks, workers or micro-batches. So the state of the data is one number, the
-position; resuming is a seek; and another number of GPUs goes on with exactly the samples that were left.
+It does not depend on ranks, workers or batch sizes. So the state of the data is one number, the position; resuming is a
+seek; and another number of GPUs goes on with exactly the samples that were left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lavis_ds.errors import ConfigError, DataError
-
-_CACHED_EPOCHS = 2  # a step may straddle two epochs
+from lavis_ds.data.shuffle import permuted
+from lavis_ds.errors import DataError
 
 
 @dataclass(frozen=True, slots=True)
 class SampleKey:
-    """One row of a batch.
+    """One sample in the stream.
 
     Attributes:
         dataset: number of the dataset.
         index: number of the sample in it.
-        epoch: pass over the data that the row belongs to; seeds augmentation.
-        is_filler: the row only completes a batch: no target, not counted.
+        epoch: pass over its dataset; seeds augmentation.
+        position: place in the stream.
     """
 
     dataset: int
     index: int
     epoch: int
-    is_filler: bool = False
+    position: int
+
+
+@dataclass(frozen=True)
+class Keys:
+    """A stretch of the stream as arrays of one length, which is how plans look at many samples at once."""
+
+    dataset: NDArray[np.int64]
+    index: NDArray[np.int64]
+    epoch: NDArray[np.int64]
+    position: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.position)
+
+    def __getitem__(self, number: int) -> SampleKey:
+        return SampleKey(
+            int(self.dataset[number]), int(self.index[number]), int(self.epoch[number]), int(self.position[number])
+        )
 
 
 class SampleOrder:
-    """The endless stream of samples: epoch after epoch, each a permutation of all samples of all datasets.
+    """Epoch after epoch, each a permutation of what the datasets give to it.
+
+    A dataset gives its quota to every epoch, and goes round itself: with a quota of twice its size every sample comes
+    twice an epoch, with half its size every second epoch, and always each once before any comes again.
 
     Args:
         sizes: number of samples of each dataset.
         seed: seed of the permutations.
+        quotas: samples that each dataset gives to an epoch; its size where left out.
         shuffle: False keeps the datasets' own order.
 
     Raises:
         DataError: there are no samples at all.
     """
 
-    def __init__(self, sizes: Sequence[int], seed: int, shuffle: bool = True) -> None:
+    def __init__(
+        self, sizes: Sequence[int], seed: int, quotas: Sequence[int] | None = None, shuffle: bool = True
+    ) -> None:
         self.sizes, self.seed, self.shuffle = tuple(sizes), seed, shuffle
-        self.total = sum(self.sizes)
+        self.quotas = self.sizes if quotas is None else tuple(quotas)
+        self.total = sum(self.quotas)
         if self.total == 0:
             raise DataError("the datasets hold no samples.", given=f"{len(self.sizes)} dataset(s)")
-        self._ends = np.cumsum(self.sizes)
-        self._permutations: dict[int, NDArray[np.int64]] = {}
+        self._ends = np.cumsum(self.quotas)
 
     def at(self, position: int) -> SampleKey:
         """The sample at `position` of the stream."""
-        epoch, offset = divmod(position, self.total)
-        row = int(self._permutation(epoch)[offset]) if self.shuffle else offset
-        dataset = int(np.searchsorted(self._ends, row, side="right"))
-        return SampleKey(dataset, row - int(self._ends[dataset]) + self.sizes[dataset], epoch)
+        return self.keys(position, position + 1)[0]
 
-    def _permutation(self, epoch: int) -> NDArray[np.int64]:
-        if epoch not in self._permutations:
-            while len(self._permutations) >= _CACHED_EPOCHS:
-                self._permutations.pop(next(iter(self._permutations)))
-            # NumPy promises the raw bits of a bit generator for ever, but not what Generator.permutation makes of them;
-            # a run resumed under another NumPy must see the same order.
-            bits = np.random.Philox(np.random.SeedSequence([self.seed, epoch])).random_raw(self.total)
-            self._permutations[epoch] = np.argsort(bits, kind="stable")
-        return self._permutations[epoch]
+    def keys(self, start: int, stop: int) -> Keys:
+        """The samples at positions `start` to `stop` of the stream."""
+        positions = np.arange(start, stop)
+        epochs, slots = np.divmod(positions, self.total)
+        if self.shuffle:
+            slots = self._each(epochs, slots, self.total, [0])
+        dataset = np.searchsorted(self._ends, slots, side="right")
+        index, own_epoch = np.empty_like(slots), np.empty_like(slots)
+        for number in np.unique(dataset):
+            chosen = dataset == number
+            quota, size = self.quotas[number], self.sizes[number]
+            given = epochs[chosen] * quota + slots[chosen] - (self._ends[number] - quota)
+            own_epoch[chosen], index[chosen] = np.divmod(given, size)
+            if self.shuffle and quota != size:  # else the epoch's permutation has shuffled it already
+                index[chosen] = self._each(own_epoch[chosen], index[chosen], size, [1, int(number)])
+        return Keys(dataset, index, own_epoch, positions)
 
-
-@dataclass(frozen=True)
-class StepPlan:
-    """The rows of one rank in every optimizer step.
-
-    Step s covers positions s * G to (s + 1) * G of the stream, G = `global_batch_size`, and the last one ends at
-    `total_samples`; fillers complete it, so that all ranks make the same number of equally large micro-batches. Real
-    rows come first in every micro-batch.
-
-    Raises:
-        ConfigError: G is no multiple of ranks * micro-batch size.
-    """
-
-    order: SampleOrder
-    global_batch_size: int
-    micro_batch_size: int
-    data_parallel_size: int
-    dp_rank: int
-    total_samples: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.dp_rank < self.data_parallel_size:
-            raise ValueError(f"dp_rank {self.dp_rank} of {self.data_parallel_size}")
-        if self.global_batch_size % self._rows_at_once:
-            raise ConfigError(
-                "the global batch is not divisible by ranks x micro-batch size.",
-                where="run.global_batch_size",
-                given=f"{self.global_batch_size} for {self.data_parallel_size} rank(s) x {self.micro_batch_size}",
-                expected=f"a multiple of {self._rows_at_once}",
-            )
-
-    @classmethod
-    def for_evaluation(cls, sizes: Sequence[int], batch_size: int, data_parallel_size: int, dp_rank: int) -> StepPlan:
-        """Every sample once, in the datasets' own order, `batch_size` a rank and step."""
-        order = SampleOrder(sizes, seed=0, shuffle=False)
-        return cls(order, batch_size * data_parallel_size, batch_size, data_parallel_size, dp_rank, order.total)
-
-    @property
-    def _rows_at_once(self) -> int:
-        return self.data_parallel_size * self.micro_batch_size
-
-    @property
-    def accumulation(self) -> int:
-        """Micro-batches of a rank in a step."""
-        return self.global_batch_size // self._rows_at_once
-
-    @property
-    def num_steps(self) -> int:
-        return -(-self.total_samples // self.global_batch_size)
-
-    def num_samples(self, step: int) -> int:
-        """Samples of `step` over all ranks, fillers left out."""
-        return max(0, min(self.global_batch_size, self.total_samples - step * self.global_batch_size))
-
-    def micro_batches(self, step: int) -> list[list[SampleKey]]:
-        """The rows of this rank in `step`, one list a micro-batch."""
-        if not 0 <= step < self.num_steps:
-            raise IndexError(f"step {step} of {self.num_steps}")
-        first = self.dp_rank * self.micro_batch_size
-        return [
-            [self._row(step, start + first + i) for i in range(self.micro_batch_size)]
-            for start in range(0, self.global_batch_size, self._rows_at_once)
-        ]
-
-    def _row(self, step: int, row: int) -> SampleKey:
-        start = step * self.global_batch_size
-        if row < self.num_samples(step):
-            return self.order.at(start + row)
-        return replace(self.order.at(start), is_filler=True)
+    def _each(
+        self, epochs: NDArray[np.int64], slots: NDArray[np.int64], size: int, stream: list[int]
+    ) -> NDArray[np.int64]:
+        """`slots` sent through the permutations of their epochs."""
+        result = np.empty_like(slots)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            result[chosen] = permuted(slots[chosen], size, self.seed, *stream, int(epoch))
+        return result

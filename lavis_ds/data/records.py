@@ -1,52 +1,61 @@
-"""Annotation files as compact records: parsed once for checking, kept as one block of bytes.
+"""Annotation files as records that are read from disk one at a time, whatever their container.
 
 A list of a million dicts is copied page by page into every data-loading process, because reading a Python object writes
-its reference count. One NumPy array of bytes is shared by all of them.
+its reference count. Here a process holds offsets only, in one array that all processes forked from it share.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
-from typing import Any
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
-from lavis_ds.errors import DataError
+from lavis_ds.data import cache
+from lavis_ds.data.json_file import JsonFile
+from lavis_ds.data.table_file import TableFile
+from lavis_ds.errors import ConfigError, DataError
 
-_JSON_LINES = (".jsonl", ".ndjson")
-
-
-class JsonRecords:
-    """JSON values, indexable, in one block of bytes.
-
-    Args:
-        values: what to keep; consumed once.
-    """
-
-    def __init__(self, values: Iterable[Any]) -> None:
-        block, ends = bytearray(), [0]
-        for value in values:
-            block += json.dumps(value, separators=(",", ":")).encode()
-            ends.append(len(block))
-        self._bytes = np.frombuffer(block, np.uint8)
-        self._ends = np.array(ends, np.int64)
-
-    def __len__(self) -> int:
-        return len(self._ends) - 1
-
-    def __getitem__(self, index: int) -> Any:
-        if not 0 <= index < len(self):
-            raise IndexError(f"record {index} of {len(self)}")
-        return json.loads(self._bytes[self._ends[index] : self._ends[index + 1]].tobytes())
+Item = dict[str, Any]
 
 
-def read_items(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Place (`FILE: item 3` or `FILE: line 4`) and content of every item of a JSON list or JSON-lines file.
+class Records(Protocol):
+    """The items of one or several files, in an order that never changes."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Item:
+        """Raises:
+        DataError: the item is no object; its place is named.
+        """
+
+    def where(self, index: int) -> str:
+        """Place of the item for messages: `FILE: line 4`."""
+
+
+def open_records(paths: Sequence[str]) -> Records:
+    """The items of all files, one file after the other, each read by its ending.
 
     Raises:
-        DataError: there is no such file, it is empty, it is no JSON, or an item is no object.
+        ConfigError: nothing reads such files, or the package that does is missing.
+        DataError: there is no such file, it holds no items, or it is not what its ending says.
+    """
+    parts = [_open(path) for path in paths]
+    return parts[0] if len(parts) == 1 else Joined(parts)
+
+
+def read_items(path: str) -> Iterator[tuple[str, Item]]:
+    """Place and content of every item of a file; raises as `open_records` does."""
+    records = open_records([path])
+    return ((records.where(index), records[index]) for index in range(len(records)))
+
+
+def check_file(path: str) -> None:
+    """Raises:
+    DataError: there is no such file.
     """
     if not os.path.isfile(path):
         raise DataError(
@@ -54,43 +63,87 @@ def read_items(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
             where=path,
             hint="Check the dataset's `annotations`; relative paths start at the working directory.",
         )
-    count = 0
-    for place, item in _json_lines(path) if path.endswith(_JSON_LINES) else _json_list(path):
-        if not isinstance(item, dict):
-            raise DataError(
-                "the item is no JSON object.", where=place, given=repr(item)[:80], expected="an object with fields"
-            )
-        count += 1
-        yield place, item
-    if count == 0:
+
+
+def _open(path: str) -> Records:
+    reader = READERS.get(os.path.splitext(path)[1].lower())
+    if reader is None:
+        raise ConfigError("annotation files of this kind can't be read.", where=path, expected=f"{', '.join(READERS)}")
+    check_file(path)
+    records = reader(path)
+    if len(records) == 0:
         raise DataError("the annotation file holds no items.", where=path, expected="at least one")
+    return records
 
 
-def _json_list(path: str) -> Iterator[tuple[str, Any]]:
-    with open(path, encoding="utf-8-sig") as file:
-        text = file.read()
-    items = _parse(text, path) if text.strip() else []
-    if not isinstance(items, list):
-        raise DataError(
-            "the annotation file is no JSON list.",
-            where=path,
-            given=f"a JSON {type(items).__name__}",
-            expected="[item, item, ...], or one item a line in a .jsonl file",
-        )
-    return ((f"{path}: item {number}", item) for number, item in enumerate(items))
+class Joined:
+    """Records of several files as one sequence."""
+
+    def __init__(self, parts: Sequence[Records]) -> None:
+        self._parts = tuple(parts)
+        self._ends = np.cumsum([len(part) for part in parts])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _find(self, index: int) -> tuple[Records, int]:
+        index = range(len(self))[index]
+        part = int(np.searchsorted(self._ends, index, side="right"))
+        return self._parts[part], index - (int(self._ends[part - 1]) if part else 0)
+
+    def __getitem__(self, index: int) -> Item:
+        part, position = self._find(index)
+        return part[position]
+
+    def where(self, index: int) -> str:
+        part, position = self._find(index)
+        return part.where(position)
 
 
-def _json_lines(path: str) -> Iterator[tuple[str, Any]]:
-    with open(path, encoding="utf-8-sig") as file:
-        for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"{path}: line {number}", _parse(line, f"{path}: line {number}")
+class PackedItems:
+    """Items made once by joining files, in one cached block of bytes that all processes share.
+
+    Args:
+        files: what the items depend on, besides `options`.
+        options: JSON-able.
+        make: the items; called if the cache has none.
+
+    Raises:
+        DataError: there are no items.
+    """
+
+    def __init__(self, files: Sequence[str], options: Any, make: Callable[[], Iterable[Item]]) -> None:
+        key = cache.fingerprint(options, cache.stamp(files))
+        found = cache.arrays("items", key, lambda: _pack(make()))
+        self._block, self._ends, self._name = np.array(found["block"]), np.array(found["ends"]), files[0]
+        if len(self) == 0:
+            raise DataError("the annotation file holds no items.", where=", ".join(files), expected="at least one")
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, index: int) -> Item:
+        index = range(len(self))[index]
+        item: Item = json.loads(self._block[self._ends[index] : self._ends[index + 1]].tobytes())
+        return item
+
+    def where(self, index: int) -> str:
+        return f"{self._name}: sample {index}"
 
 
-def _parse(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        raise DataError(
-            f"this is no valid JSON: {error.msg}.", where=where, given=f"line {error.lineno}, column {error.colno}"
-        ) from None
+def _pack(items: Iterable[Item]) -> cache.Arrays:
+    block, ends = bytearray(), array("q", [0])
+    for item in items:
+        block += json.dumps(item, separators=(",", ":")).encode()
+        ends.append(len(block))
+    return {"block": np.frombuffer(block, np.uint8), "ends": np.array(ends, np.int64)}
+
+
+READERS: dict[str, Callable[[str], Records]] = {
+    ".json": JsonFile,
+    ".jsonl": JsonFile,
+    ".ndjson": JsonFile,
+    ".parquet": TableFile,
+    ".arrow": TableFile,
+}
+"""File ending -> what reads it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
@@ -11,7 +12,27 @@ from lavis_ds.batch import Batch
 from lavis_ds.config.schema import ModelConfig
 from lavis_ds.models.parts import Part
 from lavis_ds.models.patterns import parameters_of
+from lavis_ds.models.skeleton import reads_weights
 from lavis_ds.models.weights import load_weights
+
+
+@dataclass(frozen=True)
+class Work:
+    """What training on a sample costs, in any unit: what packed rows are shared out among ranks by.
+
+    Attributes:
+        per_token: of each token.
+        per_pair: of each pair of tokens that attend.
+        per_view: of each view of a picture.
+    """
+
+    per_token: float = 1.0
+    per_pair: float = 0.0
+    per_view: float = 0.0
+
+    def of(self, tokens: int, views: int) -> float:
+        """Cost of one sample."""
+        return self.per_token * tokens + self.per_pair * tokens**2 / 2 + self.per_view * views
 
 
 class Model(nn.Module, ABC):
@@ -36,14 +57,18 @@ class Model(nn.Module, ABC):
             CheckpointError: weights are missing or do not fit.
         """
         model = cls(config)
-        if config.pretrained is not None:
+        if config.pretrained is not None and reads_weights():
             load_weights(model, config.pretrained)
         model.freeze(config.freeze)
         return model.train()
 
     @abstractmethod
     def forward(self, batch: Batch) -> tuple[Tensor, ...]:
-        """(sum of token losses, number of right targets, ...): float32 scalars in a tuple, which DeepSpeed can walk."""
+        """Float32 tensors in a tuple, which DeepSpeed can walk.
+
+        Sum of token losses; number of right targets; sums of token losses by dataset (D,), as `Batch.by_dataset` counts
+        them; then what else a model's own task asks for.
+        """
 
     @abstractmethod
     def generate(self, batch: Batch, **options: Any) -> Tensor:
@@ -67,6 +92,10 @@ class Model(nn.Module, ABC):
     def describe(self) -> dict[str, str]:
         """What the start of a run should say about choices made here, such as the attention kernel."""
         return {}
+
+    def work(self) -> Work:
+        """What a sample costs; its tokens where a model knows no better. Asked before parameters are sharded."""
+        return Work()
 
     def parts(self) -> dict[str, nn.Module]:
         """Name -> part, in order; the names are the first component of parameter names."""
@@ -99,3 +128,14 @@ def is_frozen(module: nn.Module) -> bool:
     """Whether the module has parameters and none of them trains."""
     parameters = list(module.parameters())
     return bool(parameters) and not any(p.requires_grad for p in parameters)
+
+
+def matrix_elements(module: nn.Module) -> int:
+    """Elements of the module's matrices, those of embeddings left out, which no product reads as a whole."""
+    return sum(
+        parameter.numel()
+        for child in module.modules()
+        if not isinstance(child, nn.Embedding)
+        for parameter in child.parameters(recurse=False)
+        if parameter.dim() > 1
+    )

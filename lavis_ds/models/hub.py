@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from lavis_ds.errors import CheckpointError, ConfigError, did_you_mean
+from lavis_ds.models.skeleton import reads_weights
 
 _OLD_KEYS = {"model_type", "architectures", "torch_dtype", "transformers_version", "rope_theta", "rope_scaling"}
 
@@ -52,12 +53,24 @@ def config_of_shape(shape: Mapping[str, Any], where: str, **defaults: Any) -> An
     return config
 
 
-def load_model(auto_class: Any, path: str, where: str, **options: Any) -> nn.Module:
-    """A model with all its weights, float32.
+def make_model(auto_class: Any, config: Any, **options: Any) -> nn.Module:
+    """A model of this configuration with random weights, float32."""
+    if not reads_weights():
+        options.pop("attn_implementation", None)  # what never runs needs no kernel that may be missing here
+    model: nn.Module = auto_class.from_config(config, dtype=torch.float32, **options)
+    return model
+
+
+def load_model(auto_class: Any, path: str, where: str, *, config: Any = None, **options: Any) -> nn.Module:
+    """A model with all its weights, float32; with its shapes alone inside `skeleton.without_weights`.
 
     Raises:
         CheckpointError: there are no weights, or they do not cover the model.
     """
+    if not reads_weights():
+        return make_model(auto_class, config or read_config(path, where), **options)
+    if config is not None:
+        options["config"] = config
     with explained(path, where), quiet():
         model, info = auto_class.from_pretrained(
             os.path.expanduser(path), dtype=torch.float32, output_loading_info=True, **options

@@ -96,6 +96,7 @@ class LanguageModel(Part, ABC):
     Attributes:
         hidden_size: Dl.
         vocab_size: number of rows of the output layer.
+        num_layers: transformer layers.
         tokenizer: the model's Hugging Face tokenizer.
         attention: the attention kernel in use, as reported when a run starts.
     """
@@ -103,6 +104,7 @@ class LanguageModel(Part, ABC):
     Config: ClassVar[type[LanguageModelConfig]] = LanguageModelConfig
     hidden_size: int
     vocab_size: int
+    num_layers: int
     tokenizer: Any
     attention: str
 

@@ -13,9 +13,9 @@ from torch import Tensor
 from lavis_ds import registry
 from lavis_ds.batch import Batch
 from lavis_ds.errors import DataError
-from lavis_ds.models.base import Model, is_frozen
+from lavis_ds.models.base import Model, Work, is_frozen, matrix_elements
 from lavis_ds.models.configs import VlmConfig
-from lavis_ds.models.loss import sum_cross_entropy
+from lavis_ds.models.loss import sum_by_dataset, token_losses
 from lavis_ds.models.parts import LanguageModel, Projector, VisionEncoder
 from lavis_ds.models.splice import splice
 
@@ -54,6 +54,19 @@ class Vlm(Model):
     def describe(self) -> dict[str, str]:
         return {"attention": self.language.attention}
 
+    def work(self) -> Work:
+        """FLOPs of matrix products: 2 a weight forward, 2 for the input's gradient, 2 for the weight's."""
+        passes = [1 if is_frozen(self.vision) else 3, 3, 2 if is_frozen(self.language) else 3]
+        vision, projector, language = (
+            2 * count * matrix_elements(part) for count, part in zip(passes, self.parts().values(), strict=False)
+        )
+        pairs = 4 * passes[2] * self.language.hidden_size * self.language.num_layers  # scores and weighted values
+        return Work(
+            per_token=language,
+            per_pair=pairs,
+            per_view=vision * self.vision.num_tokens + projector * self.tokens_per_image,
+        )
+
     def encode_images(self, images_N3HW: Tensor) -> Tensor:
         """Pixels -> tokens (N, Q, D)."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_frozen(self.vision)):
@@ -78,12 +91,15 @@ class Vlm(Model):
         return hidden_BTD
 
     def forward(self, batch: Batch) -> tuple[Tensor, ...]:
-        """(sum of token losses, number of targets whose argmax is right); see `Model.forward`."""
+        """(sum of token losses, number of right targets, sums of token losses by dataset); see `Model.forward`."""
         hidden_KD = self.hidden_states(batch).flatten(0, 1)[batch.target_index]
         labels_K = batch.labels.flatten()[batch.target_index + 1]
         logits_KV = self.language.logits(hidden_KD)
         num_correct = (logits_KV.detach().argmax(-1) == labels_K).sum().float()  # an ignored label is never an argmax
-        return sum_cross_entropy(logits_KV, labels_K), num_correct
+        losses_K = token_losses(logits_KV, labels_K)
+        if batch.target_weights is not None:
+            losses_K = losses_K * batch.target_weights
+        return losses_K.sum(), num_correct, sum_by_dataset(losses_K, batch)
 
     @torch.no_grad()
     def generate(self, batch: Batch, **options: Any) -> Tensor:

@@ -6,17 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import ConcatDataset
+from torch.utils.data import ConcatDataset, Subset
 
 from lavis_ds import distributed, registry
 from lavis_ds.config.schema import RootConfig, RunConfig
-from lavis_ds.data import loader
 from lavis_ds.data.collate import Collator
 from lavis_ds.data.conversation import Conversation
 from lavis_ds.data.dataset import EncodedDataset, Source
 from lavis_ds.data.loader import BatchLoader, StepLoader
-from lavis_ds.data.order import SampleOrder, StepPlan
+from lavis_ds.data.plan import StepPlan
 from lavis_ds.data.processors.base import ImageProcessor, TextContext, TextProcessor
+from lavis_ds.data.stream import StreamLoader, StreamPlan
 from lavis_ds.engines.base import Engine
 from lavis_ds.engines.ds_config import BatchPlan
 from lavis_ds.models.base import Model
@@ -25,6 +25,7 @@ from lavis_ds.optim.schedules import Schedule, ScheduleShape
 from lavis_ds.tasks.base import EvalContext, Task
 
 Datasets = dict[str, Sequence[Conversation]]
+"""Entry name -> its samples; a training split may also be a single `ConversationStream`."""
 
 
 def build_model(config: RootConfig) -> Model:
@@ -65,7 +66,11 @@ def encoded(
     """
     sources = [
         Source(
-            name, samples, _image_processor(config, name, training), _text_processor(config, name, context, training)
+            name,
+            samples,
+            _image_processor(config, name, training),
+            _text_processor(config, name, context, training),
+            config.datasets[name].video,
         )
         for name, samples in datasets.items()
     ]
@@ -88,60 +93,66 @@ def _text_processor(config: RootConfig, name: str, context: TextContext, trainin
     return made
 
 
-def collator(model: Model, *, padding_side: Literal["right", "left"] = "right") -> Collator:
+def collator(model: Model, data: EncodedDataset, *, padding_side: Literal["right", "left"] = "right") -> Collator:
     size = model.image_size
     shape = None if size is None else (3, size, size)
     tokenizer = model.tokenizer
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-    return Collator(pad_id, shape, tokens_per_image=model.tokens_per_image, padding_side=padding_side)
+    names = [source.name for source in data.sources]
+    return Collator(pad_id, shape, tokens_per_image=model.tokens_per_image, datasets=names, padding_side=padding_side)
 
 
-def train_datasets(splits: Mapping[str, Datasets], names: Sequence[str]) -> Datasets:
-    """Entry name -> its samples of all training splits."""
+def train_datasets(config: RootConfig, splits: Mapping[str, Datasets]) -> Datasets:
+    """Entry name -> its samples of all training splits, no more than `max_samples`."""
     parts: dict[str, list[Any]] = {}
-    for split in names:
+    for split in config.run.train_splits:
         for entry, samples in splits[split].items():
             parts.setdefault(entry, []).append(samples)
-    return {entry: lists[0] if len(lists) == 1 else ConcatDataset(lists) for entry, lists in parts.items()}
+    joined: Datasets = {entry: lists[0] if len(lists) == 1 else ConcatDataset(lists) for entry, lists in parts.items()}
+    return {entry: _first(samples, config.datasets[entry].max_samples) for entry, samples in joined.items()}
 
 
-def step_plan(config: RootConfig, datasets: Datasets, plan: BatchPlan, engine: Engine) -> StepPlan:
-    """Which samples make up which optimizer step, and which of them are this rank's."""
-    run = config.run
-    order = SampleOrder([len(samples) for samples in datasets.values()], seed=run.seed)
-    total = run.max_steps * plan.global_batch_size if run.max_steps else (run.max_epoch or 0) * order.total
-    return StepPlan(
-        order,
-        plan.global_batch_size,
-        plan.micro_batch_size,
-        engine.data_parallel_size,
-        engine.data_parallel_rank,
-        total,
-    )
+def _first(samples: Sequence[Conversation], limit: int | None) -> Any:
+    indexable: Any = samples
+    return samples if limit is None or len(samples) <= limit else Subset(indexable, range(limit))
 
 
 def train_loader(
-    config: RootConfig, data: EncodedDataset, collate: Collator, steps: StepPlan, start_step: int
+    config: RootConfig,
+    data: EncodedDataset,
+    collate: Collator,
+    steps: StepPlan | StreamPlan,
+    start_step: int,
+    state: dict[str, Any],
 ) -> StepLoader:
-    """The micro-batches of the steps from `start_step` to the end."""
-    return loader.train_loader(
-        data,
-        steps,
-        collate,
-        start_step,
-        steps.num_steps - start_step,
-        num_workers=config.run.num_workers,
-        pin_memory=torch.cuda.is_available(),
-    )
+    """The micro-batches of the steps from `start_step` to the end, one list a step.
+
+    `state` is what a resumed run's `StepLoader.state` was.
+    """
+    if isinstance(steps, StreamPlan):
+        pin, timeout_s = torch.cuda.is_available(), config.data.worker_timeout_s
+        number = steps.num_steps * steps.accumulation
+        return StepLoader(StreamLoader(data, steps, collate, number, state, pin, timeout_s), steps.accumulation)
+    return StepLoader(_loader(config, data, collate, steps, range(start_step, steps.num_steps)), steps.accumulation)
 
 
 def eval_loader(config: RootConfig, data: EncodedDataset, collate: Collator) -> BatchLoader:
-    """Every rank gets the same number of batches; rows that the last ones lack are fillers."""
+    """Every rank gets the same number of batches; rows that the last ones lack are empty."""
     plan = StepPlan.for_evaluation(
         data.sizes, config.run.batch_size_eval, distributed.world_size(), distributed.global_rank()
     )
-    return loader.eval_loader(
-        data, plan, collate, num_workers=config.run.num_workers, pin_memory=torch.cuda.is_available()
+    return _loader(config, data, collate, plan, range(plan.num_steps))
+
+
+def _loader(config: RootConfig, data: EncodedDataset, collate: Collator, plan: StepPlan, steps: range) -> BatchLoader:
+    return BatchLoader(
+        data,
+        plan,
+        collate,
+        steps,
+        num_workers=config.run.num_workers,
+        pin_memory=torch.cuda.is_available(),
+        timeout_s=config.data.worker_timeout_s,
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,17 @@ from lavis_ds.runners import checkpoint_files
 from lavis_ds.runners.state import TrainState
 
 
-def save(folder: Path, engine: Engine, state: TrainState, config_yaml: str, keep_last: int) -> Path:
+def save(
+    folder: Path,
+    engine: Engine,
+    state: TrainState,
+    config_yaml: str,
+    keep_last: int,
+    data_state: Mapping[str, Any] | None = None,
+) -> Path:
     """Write a checkpoint of this step under `folder`; called on all ranks. Returns its path.
+
+    `data_state` is what this rank's batches need to go on, where they need anything.
 
     It is written beside its final name and renamed when every rank is done, so a run killed at any moment leaves either
     the whole checkpoint or none.
@@ -29,6 +40,9 @@ def save(folder: Path, engine: Engine, state: TrainState, config_yaml: str, keep
     engine.save(partial / "engine")
     save_weights(engine.full_tensors(), partial / "weights", write=distributed.is_main())
     torch.save(_rng_state(), partial / "rng" / _rng_file())
+    if data_state:
+        (partial / "data").mkdir(exist_ok=True)
+        (partial / "data" / _data_file()).write_text(json.dumps(data_state) + "\n")
     distributed.barrier()
     if distributed.is_main():
         state.save(partial / "train_state.json")
@@ -38,8 +52,11 @@ def save(folder: Path, engine: Engine, state: TrainState, config_yaml: str, keep
     return final
 
 
-def load(path: Path, engine: Engine, state: TrainState) -> None:
+def load(path: Path, engine: Engine, state: TrainState) -> dict[str, Any]:
     """Restore engine, counters and random states; called on all ranks.
+
+    Returns:
+        What this rank's batches need to go on, where they need anything.
 
     Raises:
         CheckpointError: the checkpoint is incomplete, of another layout, or of other data.
@@ -51,6 +68,8 @@ def load(path: Path, engine: Engine, state: TrainState) -> None:
     rng = path / "rng" / _rng_file()
     if rng.is_file():  # a rank that did not exist then starts with its own seed
         _restore_rng(torch.load(rng, weights_only=True))
+    data = path / "data" / _data_file()
+    return dict(json.loads(data.read_text())) if data.is_file() else {}
 
 
 def _check_layout(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
@@ -72,6 +91,10 @@ def _versions() -> dict[str, str]:
 
 def _rng_file() -> str:
     return f"rank_{distributed.global_rank():05d}.pt"
+
+
+def _data_file() -> str:
+    return f"rank_{distributed.global_rank():05d}.json"
 
 
 def _rng_state() -> dict[str, torch.Tensor]:

@@ -8,6 +8,7 @@ Layout of `checkpoints/step_00001000/`:
 | `weights/` | the model's weights, whole, as safetensors: what evaluation, the next stage and other tools need |
 | `train_state.json` | `TrainState` |
 | `rng/rank_00000.pt` | random states of each rank (tensors only) |
+| `data/rank_00000.json` | where each rank's stream goes on, where data is read as a stream |
 | `config.yaml` | the resolved configuration |
 | `manifest.json` | layout, versions, and the size of every file |
 | `COMPLETE` | written last |

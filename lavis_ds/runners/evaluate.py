@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,11 @@ import torch
 from torch import nn
 
 from lavis_ds import distributed
+from lavis_ds.batch import Unusable
 from lavis_ds.config.schema import RootConfig
 from lavis_ds.models.base import Model
 from lavis_ds.runners import build
+from lavis_ds.runners.quarantine import check
 from lavis_ds.runners.state import TrainState
 from lavis_ds.tasks.base import Task
 
@@ -33,6 +35,7 @@ class Evaluation:
         num_samples: samples of the split.
         metrics: means over the whole split, the same on every rank.
         predictions: one record a sample, sorted by id, where the task makes any; on rank 0 only, elsewhere empty.
+        unusable: samples that could not be used, and so are in no score.
     """
 
     split: str
@@ -40,6 +43,14 @@ class Evaluation:
     num_samples: int
     metrics: Mapping[str, float]
     predictions: Sequence[Mapping[str, Any]]
+    unusable: Sequence[Unusable] = ()
+
+    def notices(self) -> list[str]:
+        """What the user should know besides the scores."""
+        if not self.unusable:
+            return []
+        first = self.unusable[0].reason
+        return [f"{self.split}: {len(self.unusable)} of {self.num_samples} samples could not be used, such as {first}"]
 
     def write(self, folder: Path) -> Path:
         """Write `<split>_step_00001000.json` (scores) and `.jsonl` (predictions) into `folder`; returns the first."""
@@ -54,6 +65,7 @@ class Evaluation:
             "step": self.step,
             "num_samples": self.num_samples,
             "metrics": dict(self.metrics),
+            **({"unusable": [asdict(sample) for sample in self.unusable]} if self.unusable else {}),
         }
         path.write_text(json.dumps(content, indent=2) + "\n")
         return path
@@ -86,19 +98,23 @@ def evaluate(
     """
     prompts = task.eval_batches == "prompts"
     data = build.encoded(config, datasets, build.text_context(config, model), training=False, prompts=prompts)
-    loader = build.eval_loader(config, data, build.collator(model, padding_side="left" if prompts else "right"))
+    loader = build.eval_loader(config, data, build.collator(model, data, padding_side="left" if prompts else "right"))
     context = build.eval_context(data, synced=synced)
     sums: dict[str, tuple[float, float]] = {}
     predictions: list[Mapping[str, Any]] = []
+    unusable: list[Unusable] = []
     with evaluation_mode(model):
         for batch in loader:
             output = task.eval_step(model, batch.to(device), context)
             predictions.extend(output.predictions)
             sums = _add(sums, output.sums)
+            unusable.extend(batch.unusable)
+    left_out = [sample for own in distributed.gather_objects(unusable) for sample in own]
+    check(left_out, len(data), config.data.max_bad_fraction, f"split {split}")
     baselines = (
         task.baselines(chain(*training.values()), chain(*datasets.values())) if task.compares_with_training else {}
     )
-    return _gather(split, step, len(data), task, sums, predictions, baselines)
+    return _gather(split, step, len(data), task, sums, predictions, baselines, left_out)
 
 
 def evaluate_checkpoint(
@@ -108,7 +124,7 @@ def evaluate_checkpoint(
     device = distributed.device()
     model = build.build_model(config).to(device, _DTYPES[config.run.precision])
     task, step = build.build_task(config), TrainState.step_of(checkpoint / "train_state.json")
-    training = build.train_datasets(datasets, config.run.train_splits) if task.compares_with_training else {}
+    training = build.train_datasets(config, datasets) if task.compares_with_training else {}
     results = []
     for split in config.run.test_splits:
         result = evaluate(
@@ -128,6 +144,7 @@ def _gather(
     sums: Mapping[str, tuple[float, float]],
     predictions: Sequence[Mapping[str, Any]],
     baselines: Mapping[str, float],
+    unusable: Sequence[Unusable],
 ) -> Evaluation:
     totals: dict[str, tuple[float, float]] = {}
     records: list[Mapping[str, Any]] = []
@@ -136,7 +153,7 @@ def _gather(
         records.extend(rank_predictions)
     ordered = sorted(records, key=lambda record: str(record["id"]))
     metrics = {**task.summarize(totals), **baselines}
-    return Evaluation(split, step, num_samples, metrics, ordered if distributed.is_main() else [])
+    return Evaluation(split, step, num_samples, metrics, ordered if distributed.is_main() else [], unusable)
 
 
 @contextmanager

@@ -30,7 +30,8 @@ def train(cfg: str, options: Sequence[str], *, job_id: str | None, resume: str |
 
     distributed = _join(config)
     chosen = distributed.broadcast_object(chosen)
-    runner = registry.get_runner_class(config.run.runner.name)(config, chosen.with_notices(loaded.notices), checked)
+    chosen = chosen.with_notices([*loaded.notices, *checked.notices])
+    runner = registry.get_runner_class(config.run.runner.name)(config, chosen, checked)
     code: int = runner.run()
     distributed.barrier()  # launchers end all ranks soon after the first one has left, and rank 0 writes the report
     distributed.shutdown()
@@ -51,6 +52,7 @@ def evaluate(checkpoint: str, cfg: str | None, options: Sequence[str], *, split:
     if distributed.is_main():
         print("".join(f"{line}\n" for line in passed_over), end="", file=sys.stderr)
         for result in results:
+            print("".join(f"{line}\n" for line in result.notices()), end="", file=sys.stderr)
             print(f"{result.split}: " + ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items()))
     distributed.shutdown()
     return 0

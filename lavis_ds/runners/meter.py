@@ -21,18 +21,41 @@ class GroupCounts:
     """
 
     def __init__(self, group: Sequence[Batch], *, stop: bool) -> None:
-        slots = sum(b.shape[0] * b.shape[1] for b in group)
         local = [
+            sum(b.target_weight for b in group),
             sum(b.num_targets for b in group),
             sum(b.num_tokens for b in group),
             sum(b.num_samples for b in group),
-            slots,
+            sum(b.shape[0] * b.shape[1] for b in group),
             float(stop),
+            sum(len(b.unusable) for b in group),
+            sum(b.num_dropped_turns for b in group),
         ]
-        targets, tokens, samples, slots_all, stops = distributed.sum_over_ranks(local)
+        names = [counts.name for counts in group[0].by_dataset]
+        for number in range(len(names)):
+            local += [sum(b.by_dataset[number].num_samples for b in group)]
+            local += [sum(b.by_dataset[number].num_tokens for b in group)]
+        weight, targets, tokens, samples, slots, stops, unusable, dropped, *rest = distributed.sum_over_ranks(local)
+        self.divisor = weight or 1.0  # a step of unusable samples only has no loss to divide
         self.targets, self.tokens, self.samples = int(targets), int(tokens), int(samples)
-        self.padding_fraction = 1.0 - tokens / slots_all
+        self.unusable, self.dropped_turns = int(unusable), int(dropped)
+        self.padding_fraction = 1.0 - tokens / slots
         self.stop = stops > 0
+        self.by_dataset = {name: (int(rest[2 * i]), int(rest[2 * i + 1])) for i, name in enumerate(names)}
+
+    def metrics(self) -> dict[str, float]:
+        """What `metrics.jsonl` says about the step's data."""
+        shares = {
+            key: value
+            for name, (samples, tokens) in self.by_dataset.items()
+            for key, value in ((f"data/samples/{name}", samples), (f"data/tokens/{name}", tokens))
+        }
+        return {
+            "data/padding_fraction": self.padding_fraction,
+            "data/unusable_samples": self.unusable,
+            "data/dropped_turns": self.dropped_turns,
+            **(shares if len(self.by_dataset) > 1 else {}),
+        }
 
 
 def reduce_outputs(outputs: Sequence[StepOutput]) -> tuple[float, dict[str, float]]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
 from lavis_ds import registry
 from lavis_ds.config.schema import RootConfig
+from lavis_ds.data.builders.base import ConversationStream
 from lavis_ds.data.conversation import Conversation
 from lavis_ds.engines import ds_config
 from lavis_ds.errors import ConfigError, did_you_mean
@@ -24,10 +26,12 @@ class Preflight:
     Attributes:
         plan: global batch, micro-batch and accumulation.
         splits: split -> dataset entry -> its samples; an entry without the split is left out.
+        notices: what the user should know about the data.
     """
 
     plan: ds_config.BatchPlan
     splits: dict[str, dict[str, Sequence[Conversation]]]
+    notices: tuple[str, ...] = ()
 
 
 def check(config: RootConfig, *, world_size: int) -> Preflight:
@@ -45,21 +49,39 @@ def check(config: RootConfig, *, world_size: int) -> Preflight:
     plan = ds_config.batch_plan(run, world_size)
     if run.engine == "deepspeed":
         ds_config.derive(run, plan, data_parallel_size=world_size)
-    return Preflight(plan, read(config, [*run.train_splits, *run.valid_splits, *run.test_splits]))
+    notices: list[str] = []
+    splits = read(config, [*run.train_splits, *run.valid_splits, *run.test_splits], notices)
+    _check_streams(config, splits)
+    return Preflight(plan, splits, tuple(notices))
 
 
-def read(config: RootConfig, splits: Sequence[str]) -> dict[str, dict[str, Sequence[Conversation]]]:
+def read(
+    config: RootConfig, splits: Sequence[str], notices: list[str] | None = None
+) -> dict[str, dict[str, Sequence[Conversation]]]:
     """The annotations of `splits`, once it is clear that the model's files exist: all that an evaluation needs.
+
+    What the user should know about them is appended to `notices`.
 
     Raises:
         LavisError: the first thing that is wrong.
     """
     _check_paths(config)
-    return {split: _read_split(config, split) for split in dict.fromkeys(splits)}
+    return {split: read_split(config, split, notices=notices) for split in dict.fromkeys(splits)}
 
 
-def _read_split(config: RootConfig, split: str) -> dict[str, Sequence[Conversation]]:
-    builders = {name: registry.get_builder_class(entry.builder)(name, entry) for name, entry in config.datasets.items()}
+def read_split(
+    config: RootConfig, split: str, only: str | None = None, notices: list[str] | None = None
+) -> dict[str, Any]:
+    """Dataset entry -> its samples; an entry without the split is left out, one that is not `only` is empty.
+
+    Raises:
+        LavisError: no entry has the split, or an annotation file is wrong.
+    """
+    allowed = config.data.max_bad_fraction
+    builders = {
+        name: registry.get_builder_class(entry.builder)(name, entry, max_bad_fraction=allowed)
+        for name, entry in config.datasets.items()
+    }
     having = {name: builder for name, builder in builders.items() if split in builder.splits()}
     if not having:
         known = sorted({s for builder in builders.values() for s in builder.splits()})
@@ -69,7 +91,40 @@ def _read_split(config: RootConfig, split: str) -> dict[str, Sequence[Conversati
             expected=f"one of {', '.join(known)}",
             hint=did_you_mean(split, known),
         )
-    return {name: builder.build(split) for name, builder in having.items()}
+    built = {name: builder.build(split) if only in (None, name) else [] for name, builder in having.items()}
+    if notices is not None:
+        notices += [line for builder in having.values() for line in builder.notices]
+    return built
+
+
+def _check_streams(config: RootConfig, splits: Mapping[str, Mapping[str, Any]]) -> None:
+    """A stream has no length and no order but its own, so a run over one can't do what needs them.
+
+    Raises:
+        ConfigError: it would have to.
+    """
+    run, entries = config.run, [(split, name) for split in splits for name in splits[split]]
+    streams = [(split, name) for split, name in entries if isinstance(splits[split][name], ConversationStream)]
+    if not streams:
+        return
+    split, name = streams[0]
+    entry, training = config.datasets[name], [pair for pair in entries if pair[0] in run.train_splits]
+    problems = {
+        "a split that is evaluated": any(s in (*run.valid_splits, *run.test_splits) for s, _ in streams),
+        "further training data beside it": len(training) > 1,
+        "run.max_epoch (set run.max_steps)": run.max_steps is None,
+        "`epoch` in run.save_every or run.eval_every": "epoch" in (run.save_every, run.eval_every),
+        f"data.batching: {config.data.batching}": config.data.batching != "padded",
+        "weight, repeat or max_samples": (entry.weight, entry.repeat, entry.max_samples) != (None, 1.0, None),
+    }
+    found = [what for what, is_so in problems.items() if is_so]
+    if found:
+        raise ConfigError(
+            "this split is read as a stream, which has neither length nor index.",
+            where=f"datasets.{name}",
+            given="; ".join(found),
+            hint=f"Index it instead (`stream: false`), or change that. The split is {split}.",
+        )
 
 
 def _check_paths(config: RootConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from lavis_ds.errors import CheckpointError
 
@@ -15,13 +16,15 @@ class TrainState:
 
     Attributes:
         step: optimizer steps done; also the position in the data order, in global batches.
-        samples_seen: samples consumed, each epoch's visit counted.
+        samples_seen: samples consumed, each epoch's visit counted, unusable ones too.
         tokens_seen: real tokens (no padding), image tokens included.
         targets_seen: tokens with a loss.
         steps_skipped: optimizer steps whose gradient was not finite.
         dataset_sizes: samples of each dataset; a resumed run must find the same.
         global_batch_size: samples an optimizer step; a resumed run must have the same.
         seed: seed of the data order; a resumed run must have the same.
+        samples_an_epoch: samples of one pass over the training data.
+        order: what else the order of samples depends on (batching, mixture, ...); a resumed run must have the same.
     """
 
     step: int = 0
@@ -32,10 +35,8 @@ class TrainState:
     dataset_sizes: dict[str, int] = field(default_factory=dict)
     global_batch_size: int = 0
     seed: int = 0
-
-    @property
-    def samples_an_epoch(self) -> int:
-        return sum(self.dataset_sizes.values())
+    samples_an_epoch: int = 0
+    order: dict[str, Any] = field(default_factory=dict)
 
     @property
     def epoch(self) -> float:
@@ -94,5 +95,14 @@ class TrainState:
                 given=str(self.global_batch_size),
                 expected=str(saved.global_batch_size),
                 hint="Set run.global_batch_size to it; micro-batch or accumulation follow.",
+            )
+        different = [key for key in {**saved.order, **self.order} if saved.order.get(key) != self.order.get(key)]
+        if different:
+            raise CheckpointError(
+                "the order of samples could not go on with other settings of the data.",
+                where=str(path),
+                given=", ".join(f"{key}={self.order.get(key)}" for key in different),
+                expected=", ".join(f"{key}={saved.order.get(key)}" for key in different),
+                hint="Set them back, or start anew with model.pretrained set to this checkpoint.",
             )
         self.__dict__.update(saved.__dict__)

@@ -12,13 +12,14 @@ from lavis_ds.batch import Batch
 from lavis_ds.config.load import to_yaml
 from lavis_ds.config.schema import Interval, RootConfig
 from lavis_ds.errors import NonFiniteError
-from lavis_ds.runners import build, checkpoint, environment, observers
+from lavis_ds.runners import build, checkpoint, environment, observers, step_plan
 from lavis_ds.runners.configs import TrainRunnerConfig
 from lavis_ds.runners.evaluate import evaluate
 from lavis_ds.runners.job import Job
 from lavis_ds.runners.meter import GroupCounts, StepTimer, peak_memory_bytes, reduce_outputs
 from lavis_ds.runners.observers.base import Observer, RunInfo
 from lavis_ds.runners.preflight import Preflight
+from lavis_ds.runners.quarantine import Quarantine
 from lavis_ds.runners.state import TrainState
 from lavis_ds.runners.stop import StopRequest
 
@@ -42,26 +43,33 @@ class TrainRunner:
         self.task = build.build_task(config)
         self.model = build.build_model(config)
         self.text_context = build.text_context(config, self.model)
+        self.work = self.model.work()
         self.engine = build.build_engine(config, self.model, self.plan)
         self._build_data()
         self.state = TrainState(
-            dataset_sizes={name: len(samples) for name, samples in self.datasets.items()},
+            dataset_sizes=dict(zip(self.datasets, self.train_data.sizes, strict=True)),
+            samples_an_epoch=self.steps.samples_an_epoch,
             global_batch_size=self.plan.global_batch_size,
             seed=self.run_config.seed,
+            order=self.steps.describe(),
         )
         self.schedule, self.schedule_shape = build.schedule(self.run_config, self.total_steps)
+        self.data_state: dict[str, Any] = {}  # what batches need to go on, besides the step
         if job.resume_from is not None:
-            checkpoint.load(job.resume_from, self.engine, self.state)
+            self.data_state = checkpoint.load(job.resume_from, self.engine, self.state)
         self.observers: list[Observer] = (
             observers.build(self.run_config.observers, self.run_config.log_every) if distributed.is_main() else []
+        )
+        self.quarantine = Quarantine(
+            job.folder, self.state.step, sum(self.train_data.sizes), config.data.max_bad_fraction
         )
         self.saved_step = self.state.step if job.resume_from is not None else -1
 
     def _build_data(self) -> None:
         config, plan, engine = self.config, self.plan, self.engine
-        self.datasets = build.train_datasets(self.preflight.splits, self.run_config.train_splits)
+        self.datasets = build.train_datasets(config, self.preflight.splits)
         self.train_data = build.encoded(config, self.datasets, self.text_context, training=True)
-        self.steps = build.step_plan(config, self.datasets, plan, engine)
+        self.steps = step_plan.build(config, self.train_data, plan, engine, self.work)
         self.total_steps = self.steps.num_steps
 
     # --- the run ---------------------------------------------------------------------------------------------------
@@ -81,7 +89,8 @@ class TrainRunner:
     def _train(self) -> bool:
         """The loop. Returns whether it stopped on request before the end."""
         state, run, engine = self.state, self.run_config, self.engine
-        groups = build.train_loader(self.config, self.train_data, build.collator(self.model), self.steps, state.step)
+        collator = build.collator(self.model, self.train_data)
+        groups = build.train_loader(self.config, self.train_data, collator, self.steps, state.step, self.data_state)
         engine.module.train()
         with StopRequest() as stop, contextlib.closing(groups):
             timer = StepTimer()
@@ -89,19 +98,24 @@ class TrainRunner:
                 timer.data_arrived()
                 epoch = int(state.epoch)
                 counts = GroupCounts(group, stop=stop.requested)
+                if counts.unusable:
+                    unusable = [sample for batch in group for sample in batch.unusable]
+                    self.quarantine.add(state.step + 1, unusable, samples_seen=state.samples_seen)
                 outputs = []
                 for index, batch in enumerate(group):
                     with engine.micro_batch(is_last=index == len(group) - 1):
                         output = self.task.train_step(engine, batch.to(engine.device))
-                        engine.backward(output.loss_sum * (engine.data_parallel_size / counts.targets))
+                        engine.backward(output.loss_sum * (engine.data_parallel_size / counts.divisor))
                     outputs.append(output)
                 loss_sum, metrics = reduce_outputs(outputs)
-                loss = self._require_finite(loss_sum / counts.targets, "loss", group)
+                loss = self._require_finite(loss_sum / counts.divisor, "loss", group)
                 lr = self.schedule(state.step, self.schedule_shape)
                 result = engine.step(lr)
                 if not result.applied:
                     self._skipped(result.grad_norm, group)
-                state.advance(samples=counts.samples, tokens=counts.tokens, targets=counts.targets)
+                consumed = counts.samples + counts.unusable
+                state.advance(samples=consumed, tokens=counts.tokens, targets=counts.targets)
+                self.data_state = groups.state()
                 self._report_step(loss, lr, result.grad_norm, counts, metrics, timer.finish(counts), group)
                 crossed_epoch = int(state.epoch) > epoch
                 if _is_due(run.eval_every, state.step, crossed_epoch):
@@ -154,21 +168,24 @@ class TrainRunner:
             **metrics,
             **times,
             "memory/peak_bytes": peak_memory_bytes(),
-            "data/padding_fraction": counts.padding_fraction,
+            **counts.metrics(),
         }
         if self.run_config.log_sample_ids:
-            ranks = distributed.gather_objects([batch.sample_ids for batch in group])
-            # micro-batch by micro-batch, and in each rank by rank: the order of the stream
-            record["data/sample_ids"] = [
-                sample_id for batches in zip(*ranks, strict=True) for ids in batches for sample_id in ids
-            ]
+            own = [pair for batch in group for pair in zip(batch.positions, batch.sample_ids, strict=True)]
+            pairs = sorted(pair for rank in distributed.gather_objects(own) for pair in rank)
+            record["data/sample_ids"] = [sample_id for _, sample_id in pairs]  # in the order of the stream
         self._watch(lambda observer: observer.on_step(self.state.step, record))
 
     def _save(self) -> None:
         if self.saved_step == self.state.step:
             return
         path = checkpoint.save(
-            self.job.checkpoints, self.engine, self.state, to_yaml(self.config), self.run_config.keep_last
+            self.job.checkpoints,
+            self.engine,
+            self.state,
+            to_yaml(self.config),
+            self.run_config.keep_last,
+            self.data_state,
         )
         self.saved_step = self.state.step
         self._watch(lambda observer: observer.on_checkpoint(self.state.step, path))
@@ -188,6 +205,8 @@ class TrainRunner:
             )
             if distributed.is_main():
                 result.write(self.job.folder / "eval")
+                for line in result.notices():
+                    self._watch(lambda observer, text=line: observer.on_message(text))  # type: ignore[misc]
             self._watch(lambda observer, r=result: observer.on_evaluate(r.split, r.step, r.metrics, r.predictions))  # type: ignore[misc]
 
     # --- around the run --------------------------------------------------------------------------------------------
@@ -217,7 +236,9 @@ class TrainRunner:
             **self.model.describe(),
             "engine": ", ".join(f"{key} {value}" for key, value in layout.items()),
             "global batch": f"{plan.global_batch_size} = {factors}",
-            "data": ", ".join(f"{name}: {size:,}" for name, size in self.state.dataset_sizes.items()),
+            "data": ", ".join(
+                f"{name}: {f'{size:,}' if size else 'a stream'}" for name, size in self.state.dataset_sizes.items()
+            ),
             "steps": f"{self.state.step:,} of {self.total_steps:,} done",
             "device": str(self.engine.device),
         }

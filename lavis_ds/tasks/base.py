@@ -37,7 +37,7 @@ class StepOutput:
             name: metric it is reported under, unweighted.
             mean: scalar.
             weight: its factor in the total loss.
-            count: what it is a mean over; pass the batch's `num_targets` to average it as the token loss is.
+            count: what it is a mean over; pass the batch's `target_weight` to average it as the token loss is.
         """
         return replace(self.with_metric(name, mean, count), loss_sum=self.loss_sum + weight * count * mean)
 

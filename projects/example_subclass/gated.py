@@ -44,8 +44,8 @@ class GatePenaltyTask(InstructTask):
     config: GatePenaltyConfig
 
     def train_step(self, forward: Forward, batch: Batch) -> StepOutput:
-        loss_sum, num_correct, gate = forward(batch)
-        count = batch.num_targets
-        output = StepOutput(loss_sum, {"train/token_accuracy": (num_correct, count)})
+        outputs = forward(batch)
+        gate, count = outputs[-1], batch.target_weight
+        output = self.token_loss(outputs, batch)
         output = output.with_loss("train/gate_penalty", (gate - 1) ** 2, weight=self.config.weight, count=count)
         return output.with_metric("train/gate", gate, count=count)

@@ -48,7 +48,11 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_losses_and_gradients_equal_the_reference(case: str, project: Path, reference: list[dict[str, float]]) -> None:
     world_size, options = CASES[case]
-    lines = losses(project, world_size, options, case.replace(" ", "_"))
+    assert_same(losses(project, world_size, options, case.replace(" ", "_")), reference)
+
+
+def assert_same(lines: list[dict[str, float]], reference: list[dict[str, float]]) -> None:
+    """Largest difference of losses seen: 2e-7."""
     assert len(lines) == len(reference) == 10
     for ours, theirs in zip(lines, reference, strict=True):
         assert ours["data/sample_ids"] == theirs["data/sample_ids"]
@@ -64,3 +68,36 @@ def test_bf16_losses_follow_float32(stage: int, project: Path, reference: list[d
     lines = losses(project, 1, [ZERO[stage], "run.batch_size_train=8", "run.precision=bf16"], f"bf16_zero{stage}")
     for ours, theirs in zip(lines, reference, strict=True):
         assert ours["train/loss"] == pytest.approx(theirs["train/loss"], abs=0.01)
+
+
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two datasets mixed, packed, rows shared out among ranks by cost."""
+    data = {"batching": "packed", "plan_window": 16}
+    return make_project(tmp_path_factory.mktemp("packed"), data=data, num_datasets=2, save_every=None)
+
+
+@pytest.fixture(scope="module")
+def packed_reference(packed: Path) -> list[dict[str, float]]:
+    return losses(packed, 1, ["run.engine=torch", "run.batch_size_train=8"], "reference")
+
+
+PACKED_CASES = {
+    "torch x4 micro 1x2": (4, ["run.engine=torch", "run.batch_size_train=1"]),
+    "zero1 x2 micro 2x2": (2, [ZERO[1], "run.batch_size_train=2"]),
+    "zero3 x2 two workers": (2, [ZERO[3], "run.batch_size_train=4", "run.num_workers=2"]),
+}
+
+
+@pytest.mark.parametrize("case", PACKED_CASES)
+def test_packed_and_mixed_losses_equal_the_reference(
+    case: str, packed: Path, packed_reference: list[dict[str, float]]
+) -> None:
+    world_size, options = PACKED_CASES[case]
+    lines = losses(packed, world_size, options, case.replace(" ", "_"))
+    assert_same(lines, packed_reference)
+    for ours, theirs in zip(lines, packed_reference, strict=True):
+        for name in ("tiny", "words"):
+            assert ours[f"data/tokens/{name}"] == theirs[f"data/tokens/{name}"]
+            loss = theirs.get(f"train/loss/{name}")
+            assert ours.get(f"train/loss/{name}") == (loss if loss is None else pytest.approx(loss, abs=1e-5))

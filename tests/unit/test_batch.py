@@ -7,7 +7,7 @@ from dataclasses import fields
 import pytest
 import torch
 
-from lavis_ds.batch import Batch
+from lavis_ds.batch import Batch, DatasetCounts
 
 
 @pytest.fixture
@@ -23,8 +23,10 @@ def batch() -> Batch:
         target_index=torch.tensor([2]),
         num_targets=1,
         num_tokens=12,
-        num_samples=3,
+        target_weight=1.0,
         sample_ids=("a", "b", "c"),
+        positions=(0, 1, 2),
+        by_dataset=(DatasetCounts("d", 3, 12, 1.0),),
         references=({"answer": "x"}, None, None),
     )
 

@@ -1,18 +1,18 @@
-"""Datasets in the JSON format of LLaVA."""
+"""Datasets in the format of LLaVA."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from lavis_ds.data.builders.json_files import JsonFilesBuilder
+from lavis_ds.data.builders.records import RecordsBuilder
 from lavis_ds.data.configs import LlavaJsonConfig
 from lavis_ds.data.conversation import Conversation
 from lavis_ds.data.formats import llava
 
 
-class LlavaJson(JsonFilesBuilder):
-    """`conversations` and optionally `image`; see `lavis_ds.data.formats.llava`."""
+class LlavaJson(RecordsBuilder):
+    """`conversations` and optionally `image` or `video`; see `lavis_ds.data.formats.llava`."""
 
     Config = LlavaJsonConfig
 

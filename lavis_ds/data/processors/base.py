@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +13,9 @@ from torch import Tensor
 
 from lavis_ds.batch import Sample
 from lavis_ds.config.schema import ProcessorConfig
-from lavis_ds.data.conversation import Conversation
+from lavis_ds.data.configs import ImageProcessorConfig
+from lavis_ds.data.conversation import Conversation, Image
+from lavis_ds.data.processors.open_image import image_size, open_pixels
 
 
 @dataclass(frozen=True)
@@ -31,19 +34,49 @@ class TextContext:
 
 
 class ImageProcessor(ABC):
-    """Picture -> pixels (3, H, W) uint8, H = W = `image_size` of the options."""
+    """Picture -> pixels (3, H, W) or, in several views, (V, 3, H, W), uint8, H = W = `image_size` of the options."""
 
-    Config: ClassVar[type[ProcessorConfig]] = ProcessorConfig
+    Config: ClassVar[type[ImageProcessorConfig]] = ImageProcessorConfig
+    config: ImageProcessorConfig
 
-    def __init__(self, config: ProcessorConfig) -> None:
+    def __init__(self, config: ImageProcessorConfig) -> None:
         self.config = config
 
+    def open(self, image: Image) -> PIL.Image.Image | Tensor:
+        """What `__call__` takes: here (3, H, W) uint8, RGB, upright, decoded as this processor needs it.
+
+        Raises:
+            DataError: it can't be read, or has too many pixels.
+        """
+        return open_pixels(image, max_pixels=self.config.max_pixels, min_size=self.min_size)
+
+    def count_views(self, image: Image) -> int:
+        """V of the picture, from its header alone, if need be.
+
+        Raises:
+            DataError: it can't be read, or has too many pixels.
+        """
+        if type(self).num_views is ImageProcessor.num_views:
+            return 1
+        return self.num_views(*image_size(image, max_pixels=self.config.max_pixels))
+
     @abstractmethod
-    def __call__(self, image: PIL.Image.Image, rng: np.random.Generator) -> Tensor:
+    def __call__(self, image: PIL.Image.Image | Tensor, rng: np.random.Generator) -> Tensor:
         """Args:
-        image: RGB picture.
+        image: what `open` gives, or an RGB picture of Pillow's; `to_tensor` makes one of the two of them.
         rng: the only source of randomness; seeded by (seed, epoch, sample).
         """
+
+    def num_views(self, width: int, height: int) -> int:
+        """V of a picture of this size (upright); each view takes the model's `tokens_per_image` tokens."""
+        return 1
+
+    def min_size(self, width: int, height: int) -> tuple[int, int] | None:
+        """Smallest (width, height) that a picture of this size (upright) may be decoded at; None: only in full.
+
+        JPEGs are read faster at a half, a quarter or an eighth of their size.
+        """
+        return None
 
 
 class TextProcessor(ABC):
@@ -56,16 +89,26 @@ class TextProcessor(ABC):
         self.context = context
 
     @abstractmethod
-    def __call__(self, conversation: Conversation, images: Tensor, rng: np.random.Generator) -> Sample:
-        """Encode for training or for the loss in evaluation. `images` is (n, 3, H, W) uint8.
+    def __call__(self, conversation: Conversation, images: Sequence[Tensor], rng: np.random.Generator) -> Sample:
+        """Encode for training or for the loss in evaluation.
+
+        Args:
+            conversation: without videos.
+            images: (V, 3, H, W) uint8 of each picture, or (3, H, W); only V matters where tokens are counted.
+            rng: the only source of randomness.
 
         Raises:
             DataError: nothing of the sample can be a target, it does not fit, or pictures and places differ in number.
         """
 
     @abstractmethod
-    def prompt(self, conversation: Conversation, images: Tensor) -> Sample:
+    def prompt(self, conversation: Conversation, images: Sequence[Tensor]) -> Sample:
         """Encode all turns up to the last assistant turn, ready to be continued; labels are all `IGNORE_INDEX`."""
+
+    @property
+    def has_fixed_lengths(self) -> bool:
+        """Whether a sample has as many tokens in every epoch, so that rows can be planned by them."""
+        return True
 
     @property
     @abstractmethod

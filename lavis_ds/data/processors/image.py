@@ -1,96 +1,77 @@
-"""Picture files to pixels: one way to open them, one processor for training and one for evaluation."""
+"""Pictures to pixels of one fixed size: a processor for training and one for evaluation."""
 
 from __future__ import annotations
 
 import math
-import warnings
 
 import numpy as np
 import PIL.Image
-import PIL.ImageOps
 import torch
 from torch import Tensor
 
 from lavis_ds.data.configs import ImageEvalConfig, ImageTrainConfig
 from lavis_ds.data.processors.base import ImageProcessor
-from lavis_ds.errors import DataError
+from lavis_ds.data.processors.open_image import to_tensor
 
-Box = tuple[float, float, float, float]
+Box = tuple[int, int, int, int]
+"""(left, top, right, bottom) in pixels."""
 
-_BICUBIC = PIL.Image.Resampling.BICUBIC
-_WHITE, _GREY = (255, 255, 255), (127, 127, 127)
+_GREY = 127
 _ASPECT_RATIOS = (3 / 4, 4 / 3)
 _ATTEMPTS = 10
 
 
-def open_image(path: str) -> PIL.Image.Image:
-    """The picture in `path` as RGB: upright (EXIF orientation applied), transparency on white, 16-bit grey scaled to 8.
+def resized(pixels: Tensor, width: int, height: int, box: Box | None = None) -> Tensor:
+    """(3, height, width) uint8: the picture, or a part of it, by antialiased bicubic interpolation.
 
-    Raises:
-        DataError: there is no such file, it can't be read to its end, or it claims more pixels than Pillow holds for
-            safe (`PIL.Image.MAX_IMAGE_PIXELS`).
+    Within 2 levels of what Pillow makes of the cropped picture, in a fraction of its time.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", PIL.Image.DecompressionBombWarning)
-            with PIL.Image.open(path) as image:
-                image.load()
-                return _to_rgb(PIL.ImageOps.exif_transpose(image))
-    except FileNotFoundError:
-        raise DataError(
-            "there is no such image file.", where=path, hint="Check `image_root` and the annotations."
-        ) from None
-    except (PIL.Image.DecompressionBombWarning, PIL.Image.DecompressionBombError) as error:
-        raise DataError(
-            f"the image is too large: {error}", where=path, hint="Scale it down, or leave the sample out."
-        ) from None
-    except Exception as error:  # decoders raise whatever they like on damaged files
-        raise DataError(
-            f"the image can't be read: {type(error).__name__}: {error}.",
-            where=path,
-            hint="Replace the file, or leave the sample out.",
-        ) from error
+    if box is not None:
+        left, top, right, bottom = box
+        pixels = pixels[:, top:bottom, left:right]
+    if pixels.shape[1:] == (height, width):
+        return pixels.contiguous()
+    result = torch.nn.functional.interpolate(pixels[None], (height, width), mode="bicubic", antialias=True)
+    return result[0].contiguous()
 
 
-def _to_rgb(image: PIL.Image.Image) -> PIL.Image.Image:
-    if image.mode == "F":
-        raise ValueError("its 32-bit float pixels have no defined range; store 8 or 16 bits")
-    if image.mode.startswith("I"):
-        return _from_16_bit(image)
-    if image.has_transparency_data:
-        rgba = (image.convert("LA") if image.mode == "La" else image).convert("RGBA")
-        canvas = PIL.Image.new("RGBA", rgba.size, (*_WHITE, 255))
-        return PIL.Image.alpha_composite(canvas, rgba).convert("RGB")
-    return image.convert("RGB")
-
-
-def _from_16_bit(image: PIL.Image.Image) -> PIL.Image.Image:
-    """Pillow's own conversion clips at 255, which turns 16-bit pictures white."""
-    pixels = np.asarray(image).astype(np.int64)
-    if pixels.min() < 0 or pixels.max() > 65535:
-        raise ValueError(f"its pixels range from {pixels.min()} to {pixels.max()}; store 8 or 16 bits")
-    return PIL.Image.fromarray(((pixels + 128) // 257).astype(np.uint8)).convert("RGB")
-
-
-def to_tensor(image: PIL.Image.Image) -> Tensor:
-    """RGB picture -> (3, H, W) uint8."""
-    return torch.from_numpy(np.array(image)).permute(2, 0, 1).contiguous()
+def padded(pixels: Tensor, width: int, height: int) -> Tensor:
+    """(3, height, width) uint8: the whole picture, as large as fits, in the middle of grey."""
+    _, own_height, own_width = pixels.shape
+    scale = min(width / own_width, height / own_height)
+    w, h = max(1, round(own_width * scale)), max(1, round(own_height * scale))
+    left, top = round((width - w) / 2), round((height - h) / 2)
+    canvas = pixels.new_full((3, height, width), _GREY)
+    canvas[:, top : top + h, left : left + w] = resized(pixels, w, h)
+    return canvas
 
 
 class ImageTrain(ImageProcessor):
-    """Random resized crop (torchvision's sampling), then random mirroring where asked for."""
+    """Random resized crop (torchvision's sampling), then random mirroring and moving where asked for."""
 
     Config = ImageTrainConfig
     config: ImageTrainConfig
 
-    def __call__(self, image: PIL.Image.Image, rng: np.random.Generator) -> Tensor:
+    def min_size(self, width: int, height: int) -> tuple[int, int] | None:
+        """The size at which the smallest crop still has as many pixels each way as the result."""
+        if not self.config.scaled_decode:
+            return None
+        size, scale = self.config.image_size, self.config.min_scale
+        if scale == 1:
+            return size, size
+        smallest = min(math.sqrt(width * height * scale * _ASPECT_RATIOS[0]), width, height)
+        return math.ceil(size * width / smallest), math.ceil(size * height / smallest)
+
+    def __call__(self, image: PIL.Image.Image | Tensor, rng: np.random.Generator) -> Tensor:
+        pixels = to_tensor(image)
+        _, height, width = pixels.shape
         size = self.config.image_size
-        image = image.resize((size, size), _BICUBIC, box=self._crop(image.width, image.height, rng))
+        pixels = resized(pixels, size, size, self._crop(width, height, rng))
         if self.config.horizontal_flip and rng.random() < 0.5:
-            image = PIL.ImageOps.mirror(image)
+            pixels = pixels.flip(2)
         if self.config.vertical_flip and rng.random() < 0.5:
-            image = PIL.ImageOps.flip(image)
-        return self._shifted(to_tensor(image), rng)
+            pixels = pixels.flip(1)
+        return self._shifted(pixels, rng)
 
     def _shifted(self, pixels: Tensor, rng: np.random.Generator) -> Tensor:
         """The picture moved by a whole number of pixels each way; its edge fills what it leaves."""
@@ -121,15 +102,20 @@ class ImageEval(ImageProcessor):
     Config = ImageEvalConfig
     config: ImageEvalConfig
 
-    def __call__(self, image: PIL.Image.Image, rng: np.random.Generator) -> Tensor:
+    def min_size(self, width: int, height: int) -> tuple[int, int] | None:
+        return (self.config.image_size, self.config.image_size) if self.config.scaled_decode else None
+
+    def __call__(self, image: PIL.Image.Image | Tensor, rng: np.random.Generator) -> Tensor:
+        pixels = to_tensor(image)
+        _, height, width = pixels.shape
         size = self.config.image_size
         if self.config.resize == "pad":
-            return to_tensor(PIL.ImageOps.pad(image, (size, size), _BICUBIC, color=_GREY))
-        box = _centre_crop(image.width, image.height, 1.0) if self.config.resize == "crop" else None
-        return to_tensor(image.resize((size, size), _BICUBIC, box=box))
+            return padded(pixels, size, size)
+        return resized(pixels, size, size, _centre_crop(width, height, 1.0) if self.config.resize == "crop" else None)
 
 
 def _centre_crop(width: int, height: int, ratio: float) -> Box:
-    """The largest centred box of the given width / height."""
-    w, h = min(width, height * ratio), min(height, width / ratio)
-    return (width - w) / 2, (height - h) / 2, (width + w) / 2, (height + h) / 2
+    """The largest centred box of the given width / height, in whole pixels."""
+    w, h = max(1, round(min(width, height * ratio))), max(1, round(min(height, width / ratio)))
+    left, top = (width - w) // 2, (height - h) // 2
+    return left, top, left + w, top + h

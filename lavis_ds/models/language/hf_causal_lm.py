@@ -41,6 +41,7 @@ class HFCausalLM(LanguageModel):
         self.sourced = ("lm",) if config.path else ()
         self.hidden_size = int(self.lm.get_input_embeddings().embedding_dim)
         self.vocab_size = int(self.lm.get_output_embeddings().weight.shape[0])
+        self.num_layers = int(self.lm.config.num_hidden_layers)
         self._check()
         if config.gradient_checkpointing:
             self.lm.gradient_checkpointing_enable({"use_reentrant": False})
@@ -103,8 +104,7 @@ class HFCausalLM(LanguageModel):
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=None,
             )
-            factory: Any = AutoModelForCausalLM
-            return factory.from_config(shape, dtype=torch.float32, attn_implementation=self.attention)
+            return hub.make_model(AutoModelForCausalLM, shape, attn_implementation=self.attention)
         except (ImportError, ValueError) as error:
             text = " ".join(str(error).split())
             raise ConfigError(f"this language model can't be built: {text[:300]}.", where=_WHERE) from error
@@ -128,10 +128,11 @@ class HFCausalLM(LanguageModel):
         kinds = set(getattr(self.lm.config, "layer_types", None) or ["full_attention"])
         if self.attention == "flash_attention_2" or kinds != {"full_attention"}:
             raise ConfigError(
-                "independent questions need the attention kernel sdpa or eager, and full attention in every layer.",
+                "independent questions and packed rows need the attention kernel sdpa or eager, and full attention in "
+                "every layer.",
                 where=f"{_WHERE}.attention",
                 given=f"{self.attention}, {', '.join(sorted(kinds))}",
-                hint="Set attention to sdpa, or `turns: conversation` in the text processor.",
+                hint="Set attention to sdpa, or data.batching to grouped and `turns: conversation` in the text processor.",
             )
 
 

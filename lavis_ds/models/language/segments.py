@@ -8,13 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lavis_ds.batch import PREFIX_SEGMENT
+from lavis_ds.batch import SEGMENT_STRIDE
 
 
 def attention_mask(segment_ids_BT: Tensor, additive: torch.dtype | None = None) -> Tensor:
     """(B, 1, T, T), True where the query (third axis) may attend to the key (fourth).
 
-    A token attends to itself and to earlier tokens of its own segment and of `PREFIX_SEGMENT`. Padding is a segment of
+    A token attends to itself, to earlier tokens of its own segment, and to its sample's prefix. Padding is a segment of
     its own, so that no row is without a key.
 
     Args:
@@ -24,7 +24,8 @@ def attention_mask(segment_ids_BT: Tensor, additive: torch.dtype | None = None) 
     length = segment_ids_BT.shape[1]
     query_BT1, key_B1T = segment_ids_BT[:, :, None], segment_ids_BT[:, None, :]
     causal_TT = torch.ones(length, length, dtype=torch.bool, device=segment_ids_BT.device).tril()
-    mask_B1TT = (causal_TT & ((query_BT1 == key_B1T) | (key_B1T == PREFIX_SEGMENT)))[:, None]
+    prefix_BT1 = query_BT1 // SEGMENT_STRIDE * SEGMENT_STRIDE
+    mask_B1TT = (causal_TT & ((query_BT1 == key_B1T) | (prefix_BT1 == key_B1T)))[:, None]
     if additive is None:
         return mask_B1TT
     return torch.zeros_like(mask_B1TT, dtype=additive).masked_fill(~mask_B1TT, torch.finfo(additive).min)

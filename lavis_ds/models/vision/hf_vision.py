@@ -98,8 +98,7 @@ def _truncate(tower_config: Any, select_layer: int) -> None:
 def _build(config: HFVisionConfig, tower_config: Any) -> Any:
     if config.path is not None:
         return hub.load_model(AutoModel, config.path, f"{_WHERE}.path", config=tower_config)
-    factory: Any = AutoModel
-    return factory.from_config(tower_config, dtype=torch.float32)
+    return hub.make_model(AutoModel, tower_config)
 
 
 def _detach_final_norm(tower: nn.Module) -> nn.Module:

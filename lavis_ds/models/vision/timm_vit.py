@@ -12,6 +12,7 @@ from lavis_ds import registry
 from lavis_ds.errors import CheckpointError, ConfigError, did_you_mean
 from lavis_ds.models.configs import TimmViTConfig
 from lavis_ds.models.parts import VisionEncoder
+from lavis_ds.models.skeleton import reads_weights
 from lavis_ds.models.vision.pixels import PixelNorm
 
 _WHERE = "model.vision"
@@ -33,7 +34,7 @@ class TimmViT(VisionEncoder):
         self.vit: Any = _create(config)
         full = set(self.vit.state_dict())
         _keep_only(self.vit, config)
-        if config.weights is not None:
+        if config.weights is not None and reads_weights():
             _load(self.vit, Path(config.weights), ignored=full)
         self.vit.set_grad_checkpointing(config.gradient_checkpointing)
         self.sourced = ("vit",) if config.pretrained or config.weights else ()
@@ -65,7 +66,7 @@ def _create(config: TimmViTConfig) -> Any:
     try:
         vit: Any = timm.create_model(
             config.model_name,
-            pretrained=config.pretrained,
+            pretrained=config.pretrained and reads_weights(),
             num_classes=0,
             img_size=config.image_size,
             drop_path_rate=config.drop_path_rate,

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from lavis_ds.errors import ConfigError
 from lavis_ds.runners.observers.scores import scores
-from lavis_ds.runners.report import curves, evaluation, gallery, summary
+from lavis_ds.runners.report import curves, evaluation, gallery, page, summary
 from lavis_ds.runners.report.curves import Chart, Series
 from lavis_ds.runners.report.read import Run, read_run
 
@@ -39,11 +37,7 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
         output = (
             runs[0].folder / "report.html" if len(runs) == 1 else runs[0].folder.resolve().parent / "comparison.html"
         )
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(output.name + ".tmp")
-    temporary.write_text(render(runs), encoding="utf-8")
-    os.replace(temporary, output)  # whoever has the page open never reads half of it
-    return output
+    return page.write(output, render(runs))
 
 
 def _tell_apart(runs: list[Run]) -> None:
@@ -56,15 +50,9 @@ def _tell_apart(runs: list[Run]) -> None:
 
 def render(runs: list[Run]) -> str:
     """The page of these runs as HTML. Every text that comes from data is escaped."""
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     galleries = [g for run in runs for g in gallery.galleries(run, max(1, _GALLERY_SIZE // len(runs)))]
-    return environment.get_template("page.html").render(
+    return page.render(
+        Path(__file__).parent / "page.html",
         runs=runs,
         figures=summary.figures(runs[0]),
         figure_rows=summary.table_of(runs, summary.figure_row),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,19 +11,10 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from lavis_ds.runners.report.pictures import NO_PICTURE, Picture, embed
 from lavis_ds.runners.report.read import Evaluation, Run
 
 THUMBNAIL = 160
-_TINY = 96
-"""Pictures up to this many pixels a side are embedded without loss and enlarged with hard edges."""
-
-
-@dataclass(frozen=True)
-class Picture:
-    """An embedded picture; `uri` is empty where the file can't be read."""
-
-    uri: str
-    is_tiny: bool
 
 
 @dataclass(frozen=True)
@@ -103,24 +92,9 @@ def _example(record: dict[str, Any], folders: Sequence[Path]) -> Example:
 def _picture(path: str, folders: Sequence[Path]) -> Picture:
     found = next((folder / path for folder in folders if (folder / path).is_file()), None)
     if found is None:
-        return Picture("", False)
+        return NO_PICTURE
     try:
         with Image.open(found) as image:
-            return _embed(image)
+            return embed(image, THUMBNAIL)
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError):  # what Pillow raises on damaged files
-        return Picture("", False)
-
-
-def _embed(image: Image.Image) -> Picture:
-    is_tiny = max(image.size) <= _TINY
-    rgba = image.convert("RGBA")
-    rgba.thumbnail((THUMBNAIL, THUMBNAIL))
-    flat = Image.new("RGB", rgba.size, "white")
-    flat.paste(rgba, mask=rgba.getchannel("A"))
-    buffer = io.BytesIO()
-    if is_tiny:
-        flat.save(buffer, "PNG", optimize=True)
-    else:
-        flat.save(buffer, "JPEG", quality=85)
-    kind = "png" if is_tiny else "jpeg"
-    return Picture(f"data:image/{kind};base64,{base64.b64encode(buffer.getvalue()).decode()}", is_tiny)
+        return NO_PICTURE

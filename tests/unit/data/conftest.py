@@ -65,9 +65,13 @@ def _turn(role: Role, content: str | Sequence[int | str]) -> Turn:
 
 
 @pytest.fixture
-def pixels() -> Callable[[int], torch.Tensor]:
-    """(n, 3, 4, 4) uint8, every picture another colour."""
-    return lambda n: torch.arange(n, dtype=torch.uint8).view(n, 1, 1, 1).expand(n, 3, 4, 4).contiguous()
+def pixels() -> Callable[..., list[torch.Tensor]]:
+    """`pixels(2, views=[1, 4])`: pictures as (V, 3, 4, 4) uint8, each of another colour; one view where left out."""
+
+    def make(count: int, views: Sequence[int] | None = None) -> list[torch.Tensor]:
+        return [torch.full((v, 3, 4, 4), i, dtype=torch.uint8) for i, v in enumerate(views or [1] * count)]
+
+    return make
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from lavis_ds.batch import IGNORE_INDEX, Sample
+from lavis_ds.batch import IGNORE_INDEX, SEGMENT_STRIDE, DatasetCounts, Sample, Unusable
 from lavis_ds.data.collate import Collator
 from lavis_ds.errors import DataError
 
@@ -34,14 +34,15 @@ def sample(
 
 
 def collator(**options: Any) -> Collator:
-    settings: dict[str, Any] = {"image_shape": (3, 2, 2), "tokens_per_image": 2, "pad_to_multiple_of": 4, **options}
+    fixed = {"image_shape": (3, 2, 2), "tokens_per_image": 2, "pad_to_multiple_of": 4, "datasets": ["d"]}
+    settings: dict[str, Any] = {**fixed, **options}
     return Collator(PAD, **settings)
 
 
 def test_right_padding() -> None:
     first = sample(5, targets=(3, 4), num_images=1, image_index=(1, 2), references={"answer": "a"})
     second = sample(3, targets=(2,))
-    batch = collator()([(first, False), (second, False)])
+    batch = collator()([[first], [second]])
     assert batch.shape == (2, 8)
     assert batch.input_ids.tolist() == [[11, 12, 13, 14, 15, PAD, PAD, PAD], [11, 12, 13, PAD, PAD, PAD, PAD, PAD]]
     assert batch.labels.tolist() == [[X, X, X, 14, 15, X, X, X], [X, X, 13, X, X, X, X, X]]
@@ -63,14 +64,14 @@ def test_right_padding() -> None:
 
 
 def test_every_target_index_points_at_the_token_before_a_target() -> None:
-    batch = collator()([(sample(9, targets=(1, 2, 7)), False), (sample(6, targets=(5,)), False)])
+    batch = collator()([[sample(9, targets=(1, 2, 7))], [sample(6, targets=(5,))]])
     following = batch.labels.flatten()[batch.target_index + 1]
     assert following.tolist() == [12, 13, 18, 16]
     assert len(following) == batch.num_targets
 
 
 def test_left_padding_ends_all_prompts_together() -> None:
-    batch = collator(padding_side="left")([(sample(5), False), (sample(3, num_images=1, image_index=(0, 1)), False)])
+    batch = collator(padding_side="left")([[sample(5)], [sample(3, num_images=1, image_index=(0, 1))]])
     assert batch.input_ids.tolist() == [[PAD] * 3 + [11, 12, 13, 14, 15], [PAD] * 5 + [11, 12, 13]]
     assert batch.position_ids.tolist() == [[0, 0, 0, 0, 1, 2, 3, 4], [0, 0, 0, 0, 0, 0, 1, 2]]
     expected = (batch.attention_mask.cumsum(1) - 1).clamp(min=0)
@@ -78,32 +79,71 @@ def test_left_padding_ends_all_prompts_together() -> None:
     assert batch.image_index.tolist() == [8 + 5, 8 + 6]
 
 
-def test_fillers_count_for_nothing_but_keep_their_row() -> None:
+def test_empty_rows_go_last_and_count_for_nothing() -> None:
     real = sample(5, targets=(4,), references={"answer": "a"})
-    filler = sample(6, targets=(3, 5), num_images=1, image_index=(1, 2), references={"answer": "b"})
-    batch = collator()([(real, False), (filler, True)])
-    assert batch.shape[0] == 2
-    assert (batch.labels[1] == X).all()
+    unusable = Unusable("b", None, "broken")
+    batch = collator()([[], [real], []], [unusable])
+    assert batch.shape[0] == 3
+    assert batch.input_ids[0, :5].tolist() == [11, 12, 13, 14, 15]
+    assert batch.attention_mask.sum(1).tolist() == [5, 1, 1]
     assert batch.target_index.tolist() == [3]
     assert (batch.num_targets, batch.num_tokens, batch.num_samples, batch.sample_ids) == (1, 5, 1, ("s5",))
-    assert batch.references == ({"answer": "a"}, None)
-    assert batch.image_index.tolist() == [8 + 1, 8 + 2]
+    assert batch.references == ({"answer": "a"},)
+    assert batch.unusable == (unusable,)
 
 
-def test_a_batch_of_fillers_has_one_index_and_no_target() -> None:
-    batch = collator()([(sample(5, targets=(4,), references={"answer": "a"}), True)])
+def test_a_batch_of_empty_rows_has_one_index_and_no_target() -> None:
+    batch = collator(datasets=["a", "b"])([[], []])
     assert batch.target_index.tolist() == [0]
     assert batch.labels.flatten()[batch.target_index + 1].tolist() == [X]
-    assert (batch.num_targets, batch.num_samples, batch.references) == (0, 0, None)
+    assert (batch.num_targets, batch.target_weight, batch.num_samples, batch.references) == (0, 0, 0, None)
+    assert batch.target_dataset is not None
+    assert batch.images is not None
+    assert batch.images.shape == (1, 3, 2, 2)
 
 
-def test_fillers_before_real_rows_are_a_mistake_of_the_caller() -> None:
-    with pytest.raises(ValueError, match="fillers must come after"):
-        collator()([(sample(3), True), (sample(3), False)])
+class TestPackedRows:
+    def test_samples_lie_one_behind_the_other_each_in_segments_of_its_own(self) -> None:
+        plain = sample(3, targets=(2,), num_images=1, image_index=(0, 1), position=5)
+        branched = sample(4, targets=(1, 3), segment_ids=torch.tensor([0, 1, 2, 2]), position=3)
+        branched = replace(branched, position_ids=torch.tensor([0, 1, 1, 2]))
+        second = sample(2, num_images=1, image_index=(0, 1))
+        batch = collator()([[plain, branched], [second]])
+        assert batch.input_ids.tolist() == [[11, 12, 13, 11, 12, 13, 14, PAD], [11, 12] + [PAD] * 6]
+        d = SEGMENT_STRIDE
+        assert batch.segment_ids is not None
+        assert batch.segment_ids.tolist() == [[0, 0, 0, d, d + 1, d + 2, d + 2, -1], [0, 0] + [-1] * 6]
+        assert batch.position_ids[0].tolist() == [0, 1, 2, 0, 1, 1, 2, 3]
+        assert batch.target_index.tolist() == [1, 3, 5]
+        assert batch.image_index.tolist() == [0, 1, 8, 9]
+        assert batch.images is not None
+        assert len(batch.images) == 2
+        assert (batch.sample_ids, batch.positions, batch.num_tokens) == (("s3", "s4", "s2"), (5, 3, 0), 9)
+
+    def test_no_token_learns_to_predict_the_next_sample(self) -> None:
+        batch = collator()([[sample(3, targets=(1, 2)), sample(3, targets=(1, 2))]])
+        assert batch.target_index.tolist() == [0, 1, 3, 4]
+
+    def test_weights_and_datasets_follow_their_targets(self) -> None:
+        weighted = sample(3, targets=(1, 2), target_weights=torch.tensor([1.0, 0.5, 0.25]), dataset=1)
+        batch = collator(datasets=["a", "b", "c"])([[sample(2, targets=(1,)), weighted], [sample(3, targets=(2,))]])
+        assert batch.target_weights is not None
+        assert batch.target_weights.tolist() == [1, 0.5, 0.25, 1]
+        assert batch.target_dataset is not None
+        assert batch.target_dataset.tolist() == [0, 1, 1, 0]
+        assert (batch.num_targets, batch.target_weight) == (4, 2.75)
+        assert batch.by_dataset == (
+            DatasetCounts("a", 2, 5, 2.0), DatasetCounts("b", 1, 3, 0.75), DatasetCounts("c"),
+        )  # fmt: skip
+
+    def test_without_weights_and_with_one_dataset_there_is_nothing_to_carry(self) -> None:
+        batch = collator()([[sample(3, targets=(1, 2)), sample(3, targets=(1,))]])
+        assert (batch.target_weights, batch.target_dataset, batch.target_weight) == (None, None, 3.0)
+        assert batch.by_dataset == (DatasetCounts("d", 2, 6, 3.0),)
 
 
 def test_a_batch_without_pictures_has_one_blank_that_fills_nothing() -> None:
-    text = [(sample(3, images=torch.empty((0, 3, 0, 0), dtype=torch.uint8)), False)]
+    text = [[sample(3, images=torch.empty((0, 3, 0, 0), dtype=torch.uint8))]]
     batch = collator()(text)
     assert batch.images is not None
     assert batch.images.shape == (1, 3, 2, 2)
@@ -114,9 +154,9 @@ def test_a_batch_without_pictures_has_one_blank_that_fills_nothing() -> None:
 
 def test_pictures_follow_the_rows_in_order() -> None:
     rows = [
-        (sample(5, num_images=2, image_index=(0, 1, 2, 3)), False),
-        (sample(3), False),
-        (sample(4, num_images=1, image_index=(1, 2)), False),
+        [sample(5, num_images=2, image_index=(0, 1, 2, 3))],
+        [sample(3)],
+        [sample(4, num_images=1, image_index=(1, 2))],
     ]
     batch = collator()(rows)
     assert batch.images is not None
@@ -126,7 +166,7 @@ def test_pictures_follow_the_rows_in_order() -> None:
 
 def test_segments_of_mixed_rows() -> None:
     packed = sample(5, segment_ids=torch.tensor([0, 1, 1, 2, 2]), position_ids=torch.tensor([0, 1, 2, 1, 2]))
-    batch = collator()([(packed, False), (sample(3), False)])
+    batch = collator()([[packed], [sample(3)]])
     assert batch.segment_ids is not None
     assert batch.segment_ids.tolist() == [[0, 1, 1, 2, 2, -1, -1, -1], [0, 0, 0, -1, -1, -1, -1, -1]]
     assert batch.position_ids[0].tolist() == [0, 1, 2, 1, 2, 3, 4, 5]
@@ -144,6 +184,6 @@ def test_segments_of_mixed_rows() -> None:
 )
 def test_what_does_not_fit_names_the_sample(bad: Sample, options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError) as caught:
-        collator(**options)([(sample(3), False), (replace(bad, id="the-bad-one"), False)])
+        collator(**options).check(replace(bad, id="the-bad-one"))
     assert str(caught.value).startswith("the-bad-one: ")
     assert message in str(caught.value)

@@ -21,13 +21,14 @@ from lavis_ds.data.collate import Collator
 from lavis_ds.data.configs import ImageTrainConfig
 from lavis_ds.data.conversation import Conversation, Image, Text, Turn
 from lavis_ds.data.dataset import EncodedDataset, Source
-from lavis_ds.data.loader import StepLoader, eval_loader, train_loader
-from lavis_ds.data.order import SampleOrder, StepPlan
+from lavis_ds.data.loader import BatchLoader, StepLoader
+from lavis_ds.data.order import SampleKey, SampleOrder
+from lavis_ds.data.plan import PlainRows, StepPlan
 from lavis_ds.data.processors.chat import Chat
 from lavis_ds.data.processors.image import ImageTrain
 from lavis_ds.errors import DataError
 
-COLLATOR = Collator(0, (3, 4, 4), tokens_per_image=3)
+COLLATOR = Collator(0, (3, 4, 4), tokens_per_image=3, datasets=["noise"])
 
 
 @pytest.fixture
@@ -41,11 +42,20 @@ def dataset(picture_folder: Path, chat: Callable[..., Chat]) -> EncodedDataset:
 
 
 def plan(dataset: EncodedDataset, total: int = 23, ranks: int = 1, micro: int = 2, rank: int = 0) -> StepPlan:
-    return StepPlan(SampleOrder(dataset.sizes, seed=5), 4, micro, ranks, rank, total)
+    return StepPlan(PlainRows(SampleOrder(dataset.sizes, seed=5), 4, total), micro, ranks, rank)
 
 
-def loader(dataset: EncodedDataset, start: int = 0, steps: int = 6, num_workers: int = 0, **options: Any) -> StepLoader:
-    return train_loader(dataset, plan(dataset, **options), COLLATOR, start, steps, num_workers, pin_memory=False)
+def loader(
+    dataset: EncodedDataset,
+    start: int = 0,
+    steps: int = 6,
+    num_workers: int = 0,
+    timeout_s: int = 60,
+    **options: Any,
+) -> StepLoader:
+    steps_of = plan(dataset, **options)
+    batches = BatchLoader(dataset, steps_of, COLLATOR, range(start, start + steps), num_workers, False, timeout_s)
+    return StepLoader(batches, steps_of.accumulation)
 
 
 def assert_equal(left: Iterable[Batch], right: Iterable[Batch]) -> None:
@@ -94,23 +104,65 @@ def test_starting_a_loader_leaves_the_global_random_state_alone(dataset: Encoded
 
 
 def test_evaluation_reads_everything_once(dataset: EncodedDataset) -> None:
-    batches = eval_loader(
-        dataset, StepPlan.for_evaluation(dataset.sizes, 4, 1, 0), COLLATOR, num_workers=0, pin_memory=False
-    )
-    read = list(batches)
+    steps = StepPlan.for_evaluation(dataset.sizes, 4, 1, 0)
+    read = list(BatchLoader(dataset, steps, COLLATOR, range(steps.num_steps), 0, False, 60))
     assert [i for batch in read for i in batch.sample_ids] == [f"noise/train/{i}" for i in range(10)]
     assert [batch.num_samples for batch in read] == [4, 4, 2]
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_a_bad_sample_is_one_clear_error_in_any_process(
+def test_an_unusable_sample_leaves_its_place_empty_in_any_process(
     dataset: EncodedDataset, picture_folder: Path, num_workers: int
 ) -> None:
+    whole = flat(loader(dataset, num_workers=num_workers))
     (picture_folder / "7.png").write_text("not a picture")
+    read = flat(loader(dataset, num_workers=num_workers))
+    assert [i for b in read for i in b.sample_ids] == [i for b in whole for i in b.sample_ids if i != "noise/train/7"]
+    (first, *others) = [sample for batch in read for sample in batch.unusable]
+    assert (first.id, first.source) == ("noise/train/7", str(picture_folder / "7.png"))
+    assert first.reason.startswith(f"noise/train/7 ({first.source}): the image can't be read")
+    assert all(sample == first for sample in others)
+    assert all(batch.shape[0] == 2 and batch.num_samples + len(batch.unusable) <= 2 for batch in read)
+
+
+def test_a_sample_that_does_not_fit_the_model_is_unusable_too(dataset: EncodedDataset) -> None:
+    steps = plan(dataset)
+    collator = Collator(0, (3, 8, 8), tokens_per_image=3, datasets=["noise"])
+    batch = next(BatchLoader(dataset, steps, collator, range(1), 0, False, 60))
+    assert batch.num_samples == 0
+    assert {"another size than the model's" in sample.reason for sample in batch.unusable} == {True}
+
+
+class Stuck(EncodedDataset):
+    """Sample 7 never comes."""
+
+    def __getitem__(self, key: SampleKey) -> Any:
+        if key.index == 7:
+            time.sleep(3600)
+        return super().__getitem__(key)
+
+
+def test_a_worker_that_hangs_is_named_with_its_sample_and_ended(dataset: EncodedDataset) -> None:
+    started = time.monotonic()
     with pytest.raises(DataError) as caught:
-        list(loader(dataset, num_workers=num_workers))
-    assert str(caught.value).startswith(f"noise/train/7 ({picture_folder / '7.png'}): the image can't be read")
-    assert "Traceback" not in str(caught.value)
+        list(loader(Stuck(dataset.sources, seed=3), num_workers=2, timeout_s=2))
+    text = str(caught.value)
+    assert "at sample noise[7] for " in text
+    assert "no batch came from the data-loading processes for 2 s" in text
+    assert time.monotonic() - started < 30
+    gc.collect()
+    assert multiprocessing.active_children() == []
+
+
+def test_a_worker_that_crashes_is_named_with_its_sample(dataset: EncodedDataset) -> None:
+    class Crashing(EncodedDataset):
+        def __getitem__(self, key: SampleKey) -> Any:
+            if key.index == 7:
+                os.kill(os.getpid(), signal.SIGSEGV)
+            return super().__getitem__(key)
+
+    with pytest.raises(DataError, match=r"worker 0 \(dead, exit code -11\) at sample noise\[7\]"):
+        list(loader(Crashing(dataset.sources, seed=3), num_workers=1))
 
 
 def test_a_killed_worker_is_a_clear_error_of_the_next_batch(dataset: EncodedDataset) -> None:
@@ -120,7 +172,9 @@ def test_a_killed_worker_is_a_clear_error_of_the_next_batch(dataset: EncodedData
     assert worker.pid is not None
     os.kill(worker.pid, signal.SIGKILL)
     time.sleep(0.3)  # here PyTorch's own handler would raise
-    with pytest.raises(DataError, match=r"a data-loading process died.*run\.num_workers"):
+    with pytest.raises(
+        DataError, match=r"worker 0 \(dead, exit code -9\).*a data-loading process died.*run\.num_workers"
+    ):
         list(running)
     gc.collect()
     assert multiprocessing.active_children() == []
@@ -155,8 +209,9 @@ def test_a_program_that_ends_with_an_open_loader_does_not_hang() -> None:
     program = """
         from lavis_ds.data.collate import Collator
         from lavis_ds.data.dataset import EncodedDataset
-        from lavis_ds.data.loader import train_loader
-        from lavis_ds.data.order import SampleOrder, StepPlan
+        from lavis_ds.data.loader import BatchLoader
+        from lavis_ds.data.order import SampleOrder
+        from lavis_ds.data.plan import PlainRows, StepPlan
         from lavis_ds.batch import Sample
         import torch
 
@@ -166,9 +221,9 @@ def test_a_program_that_ends_with_an_open_loader_does_not_hang() -> None:
                 images = torch.empty((0, 3, 0, 0), dtype=torch.uint8)
                 return Sample("x", ids, torch.full_like(ids, -100), ids, images, torch.empty(0, dtype=torch.int64))
 
-        order = SampleOrder([1000], seed=0)
-        plan = StepPlan(order, 1, 1, 1, 0, 1000)
-        open_loader = train_loader(Dataset([], seed=0), plan, Collator(0, None, tokens_per_image=0), 0, 1000, 2, False)
+        plan = StepPlan(PlainRows(SampleOrder([1000], seed=0), 1, 1000), 1, 1, 0)
+        collator = Collator(0, None, tokens_per_image=0, datasets=["x"])
+        open_loader = BatchLoader(Dataset([], seed=0), plan, collator, range(1000), 2, False, 60)
         next(open_loader)
         raise SystemExit(7)
     """

@@ -11,7 +11,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lavis_ds.batch import IGNORE_INDEX, Batch
+from lavis_ds.batch import IGNORE_INDEX, Batch, DatasetCounts
 from lavis_ds.config.decode import decode
 from lavis_ds.models.configs import VlmConfig
 from lavis_ds.models.vlm import Vlm
@@ -124,8 +124,10 @@ def make_batch(num_image_tokens: int, lengths: tuple[int, ...] = (12, 9), *, ima
         target_index=(labels.flatten().roll(-1) != IGNORE_INDEX).nonzero().flatten(),
         num_targets=3 * rows,
         num_tokens=sum(lengths),
-        num_samples=rows,
+        target_weight=3.0 * rows,
         sample_ids=tuple(f"s{row}" for row in range(rows)),
+        positions=tuple(range(rows)),
+        by_dataset=(DatasetCounts("d"),),
     )
 
 

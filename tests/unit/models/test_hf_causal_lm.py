@@ -13,7 +13,7 @@ from lavis_ds.errors import CheckpointError, ConfigError
 from lavis_ds.models.configs import HFCausalLMConfig
 from lavis_ds.models.language.hf_causal_lm import HFCausalLM
 from lavis_ds.models.language.segments import attention_mask
-from lavis_ds.models.loss import sum_cross_entropy
+from lavis_ds.models.loss import token_losses
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_logits_loss_and_gradient_equal_transformers(folder: str, attention: str
     logits = model.logits(hidden(model, ids).flatten(0, 1))
     expected = reference(input_ids=ids, labels=ids)
     torch.testing.assert_close(logits, expected.logits.flatten(0, 1), atol=1e-6, rtol=1e-5)  # measured 0
-    loss = sum_cross_entropy(logits, torch.nn.functional.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()) / 20
+    loss = token_losses(logits, torch.nn.functional.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX).flatten()).sum() / 20
     torch.testing.assert_close(loss, expected.loss, atol=1e-6, rtol=1e-6)  # measured 0
     loss.backward()
     expected.loss.backward()
@@ -84,7 +84,7 @@ def test_independent_segments_equal_each_question_alone(folder: str, attention: 
 
 def test_attention_mask() -> None:
     mask = attention_mask(torch.tensor([[PREFIX_SEGMENT, 1, 2, 2, PADDING_SEGMENT]]))[0, 0].int().tolist()
-    assert mask == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [1, 0, 0, 0, 1]]
+    assert mask == [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 0, 1, 1, 0], [0, 0, 0, 0, 1]]
 
 
 def test_generate_equals_transformers_and_ignores_left_padding(folder: str) -> None:

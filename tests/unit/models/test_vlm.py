@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lavis_ds.batch import IGNORE_INDEX, Batch
+from lavis_ds.batch import IGNORE_INDEX, Batch, DatasetCounts
 from lavis_ds.config.decode import decode
 from lavis_ds.errors import ConfigError, DataError
 from lavis_ds.models.configs import MiniGPT4QwenConfig
@@ -29,7 +29,8 @@ QFORMER = {
 def test_loss_and_accuracy_equal_transformers_on_the_same_embeddings(make_vlm: MakeVlm, make_batch: MakeBatch) -> None:
     model = make_vlm().eval()
     batch = make_batch(model.tokens_per_image)
-    loss_sum, num_correct = model(batch)
+    loss_sum, num_correct, by_dataset = model(batch)
+    assert by_dataset.tolist() == pytest.approx([loss_sum.item()], rel=1e-6)
     reference = model.language.lm
     assert batch.images is not None
     tokens = model.projector(model.vision(batch.images)).flatten(0, 1)
@@ -123,8 +124,10 @@ def test_pictures_change_the_answer_and_left_padding_does_not(make_vlm: MakeVlm)
             target_index=torch.tensor([0]),
             num_targets=0,
             num_tokens=9,
-            num_samples=1,
+            target_weight=0.0,
             sample_ids=("p",),
+            positions=(0,),
+            by_dataset=(DatasetCounts("d"),),
         )
 
     options = {"max_new_tokens": 8, "eos_token_id": [399]}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lavis_ds.batch import Batch
+from lavis_ds.batch import Batch, DatasetCounts, Unusable
 from lavis_ds.runners import meter
 from lavis_ds.runners.meter import GroupCounts, StepTimer, reduce_outputs
 from lavis_ds.tasks.base import StepOutput
@@ -17,7 +17,8 @@ def batch(rows: int, width: int, targets: int, tokens: int, samples: int) -> Bat
     ids = torch.zeros(rows, width, dtype=torch.int64)
     return Batch(
         input_ids=ids, labels=ids, position_ids=ids, attention_mask=ids == 0, images=None, image_index=ids[0],
-        target_index=ids[0], num_targets=targets, num_tokens=tokens, num_samples=samples, sample_ids=(),
+        target_index=ids[0], num_targets=targets, target_weight=targets / 2, num_tokens=tokens,
+        sample_ids=("s",) * samples, positions=(), by_dataset=(DatasetCounts("d", samples, tokens, targets),),
     )  # fmt: skip
 
 
@@ -35,13 +36,34 @@ def test_counts_are_sums_over_ranks_in_one_collective(monkeypatch: pytest.Monkey
 
     def of_two_ranks(values: list[float]) -> list[float]:
         calls.append(list(values))
-        return [a + b for a, b in zip(values, [8, 6, 5, 52, 1], strict=True)]  # the other rank was asked to stop
+        return [
+            a + b for a, b in zip(values, [4, 8, 6, 5, 52, 1, 2, 3, 5, 6], strict=True)
+        ]  # the other rank was asked to stop
 
     monkeypatch.setattr(meter.distributed, "sum_over_ranks", of_two_ranks)
     counts = GroupCounts(GROUP, stop=False)
     assert (counts.targets, counts.tokens, counts.samples, counts.stop) == (20, 30, 8, True)
     assert counts.padding_fraction == pytest.approx(0.7)
-    assert calls == [[12, 24, 3, 48, 0.0]]
+    assert (counts.divisor, counts.unusable, counts.dropped_turns, counts.by_dataset) == (10, 2, 3, {"d": (8, 30)})
+    assert calls == [[6, 12, 24, 3, 48, 0, 0, 0, 3, 24]]
+
+
+def test_a_step_of_unusable_samples_only_divides_by_one() -> None:
+    empty = replace(GROUP[0], target_weight=0.0, unusable=(Unusable("a", None, "broken"),))
+    counts = GroupCounts([empty], stop=False)
+    assert (counts.divisor, counts.metrics()["data/unusable_samples"]) == (1.0, 1)
+
+
+def test_shares_of_datasets_are_told_where_there_are_several() -> None:
+    two = replace(GROUP[0], by_dataset=(DatasetCounts("a", 2, 9, 3.0), DatasetCounts("b")))
+    assert "data/samples/d" not in GroupCounts(GROUP, stop=False).metrics()
+    metrics = GroupCounts([two], stop=False).metrics()
+    assert {key: metrics[key] for key in metrics if "/a" in key or "/b" in key} == {
+        "data/samples/a": 2,
+        "data/tokens/a": 9,
+        "data/samples/b": 0,
+        "data/tokens/b": 0,
+    }
 
 
 def test_this_rank_was_asked_to_stop() -> None:
@@ -74,7 +96,7 @@ def test_outputs_are_summed_over_ranks_in_one_collective(monkeypatch: pytest.Mon
 def test_times(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 11.0, 14.0, 20.0, 20.5, 22.0])
     monkeypatch.setattr(meter.time, "perf_counter", lambda: next(clock))
-    counts = GroupCounts([replace(GROUP[0], num_tokens=40, num_samples=8)], stop=False)
+    counts = GroupCounts([replace(GROUP[0], num_tokens=40, sample_ids=("s",) * 8)], stop=False)
     timer = StepTimer()  # 10
     timer.data_arrived()  # 11
     assert timer.finish(counts) == {  # 14

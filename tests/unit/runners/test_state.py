@@ -12,7 +12,7 @@ from lavis_ds.runners.state import TrainState
 
 
 def state() -> TrainState:
-    return TrainState(dataset_sizes={"a": 6, "b": 4}, global_batch_size=4)
+    return TrainState(dataset_sizes={"a": 6, "b": 4}, samples_an_epoch=10, global_batch_size=4)
 
 
 def test_advance_counts_one_step() -> None:

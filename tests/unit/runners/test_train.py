@@ -73,7 +73,8 @@ def test_every_epoch_sees_every_sample_once(tiny_run: TinyRun) -> None:
 def test_loss_and_gradient_are_means_over_the_targets_of_the_step(make_runner: MakeRunner, tiny_run: TinyRun) -> None:
     """The first step's numbers, from the model's sums and the batches, without the loop and without the engine."""
     runner = make_runner()
-    loader = build.train_loader(runner.config, runner.train_data, build.collator(runner.model), runner.steps, 0)
+    collator = build.collator(runner.model, runner.train_data)
+    loader = build.train_loader(runner.config, runner.train_data, collator, runner.steps, 0, {})
     group = next(loader)
     targets = [batch.num_targets for batch in group]
     assert len(set(targets)) == 2, "a mean of means would be another number"
@@ -190,17 +191,17 @@ class NanLoss(Vlm):
     """The loss of one sample is NaN."""
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, ...]:
-        loss, correct = super().forward(batch)
-        return (loss * float("nan") if BAD in batch.sample_ids else loss), correct
+        loss, *rest = super().forward(batch)
+        return loss * float("nan") if BAD in batch.sample_ids else loss, *rest
 
 
 class NanGradient(Vlm):
     """The loss is finite and its gradient, for one sample, is not: the square root's at 0 is infinite, times 0."""
 
     def forward(self, batch: Any) -> tuple[torch.Tensor, ...]:
-        loss, correct = super().forward(batch)
+        loss, *rest = super().forward(batch)
         zero = (next(self.language.parameters()).sum() * 0).abs()
-        return (loss + zero.sqrt() if BAD in batch.sample_ids else loss), correct
+        return loss + zero.sqrt() if BAD in batch.sample_ids else loss, *rest
 
 
 @pytest.mark.parametrize(("model", "what"), [(NanLoss, "loss is nan"), (NanGradient, "gradient norm is inf")])

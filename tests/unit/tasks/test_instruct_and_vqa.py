@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lavis_ds.batch import Batch
+from lavis_ds.batch import Batch, DatasetCounts
 from lavis_ds.data.conversation import Conversation, Text, Turn
 from lavis_ds.tasks.base import EvalContext
 from lavis_ds.tasks.configs import InstructConfig, VQAConfig
@@ -23,8 +23,8 @@ def batch(rows: int, ids: tuple[str, ...] = (), references: tuple[dict[str, Any]
     tokens = torch.zeros(rows, 3, dtype=torch.int64)
     return Batch(
         input_ids=tokens, labels=tokens, position_ids=tokens, attention_mask=tokens == 0, images=None,
-        image_index=tokens[0], target_index=tokens[0], num_targets=5, num_tokens=3 * rows, num_samples=len(ids),
-        sample_ids=ids, references=references,
+        image_index=tokens[0], target_index=tokens[0], num_targets=5, target_weight=5.0, num_tokens=3 * rows,
+        sample_ids=ids, positions=(), by_dataset=(DatasetCounts("d"),), references=references,
     )  # fmt: skip
 
 

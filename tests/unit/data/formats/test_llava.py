@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lavis_ds.data.conversation import Conversation, Image, Text, Turn
+from lavis_ds.data.conversation import Conversation, Image, Text, Turn, Video
 from lavis_ds.data.formats.llava import to_conversation
 from lavis_ds.errors import DataError
 
@@ -38,6 +38,22 @@ def test_one_picture_without_marker_stands_first_in_the_first_human_turn() -> No
     assert result.turns[1] == Turn("user", (Image("/data/1.jpg"), Text("What?")))
 
 
+def test_videos_and_pictures_stand_at_their_own_markers() -> None:
+    result = convert(("human", "<video> like <image>?"), ("gpt", "x"), image="1.jpg", video="1.mp4")
+    assert result.turns[0].content == (Video("/data/1.mp4"), Text(" like "), Image("/data/1.jpg"), Text("?"))
+
+
+@pytest.mark.parametrize("marker", ["<video>", "<image>"])
+def test_an_item_with_a_video_alone_may_mark_it_either_way(marker: str) -> None:
+    result = convert(("human", f"{marker}\nWhat?"), ("gpt", "x"), video="1.mp4")
+    assert result.turns[0].content == (Video("/data/1.mp4"), Text("\nWhat?"))
+
+
+def test_a_marker_of_a_kind_that_the_item_lacks_is_text() -> None:
+    result = convert(("human", "<image> <video>"), ("gpt", "x"), image="1.jpg")
+    assert result.turns[0].content == (Image("/data/1.jpg"), Text(" <video>"))
+
+
 def test_text_only_items_keep_markers_as_text() -> None:
     result = convert(("human", "What does <image> mean?"), ("gpt", "A placeholder."))
     assert result.images == ()
@@ -53,9 +69,9 @@ def test_a_question_without_answer_is_kept_for_generation() -> None:
 @pytest.mark.parametrize(
     ("said", "image", "message"),
     [
-        ([("human", "<image><image>"), ("gpt", "x")], "1.jpg", "2 picture marker(s), but `image` has 1"),
-        ([("human", "<image>"), ("gpt", "x")], ["1.jpg", "2.jpg"], "1 picture marker(s), but `image` has 2"),
-        ([("human", "x"), ("gpt", "x")], ["1.jpg", "2.jpg"], "0 picture marker(s), but `image` has 2"),
+        ([("human", "<image><image>"), ("gpt", "x")], "1.jpg", "2 marker(s) <image>, but `image` has 1"),
+        ([("human", "<image>"), ("gpt", "x")], ["1.jpg", "2.jpg"], "1 marker(s) <image>, but `image` has 2"),
+        ([("human", "x"), ("gpt", "x")], ["1.jpg", "2.jpg"], "0 marker(s) <image>, but `image` has 2"),
         ([("human", "x"), ("bot", "x")], None, "`conversations[1].from` is wrong"),
         ([("gpt", "x"), ("human", "x")], None, "`conversations[0].from` is wrong"),
         ([("human", "x"), ("human", "x")], None, "`conversations[1].from` is wrong. Given: 'human'. Expected: gpt"),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lavis_ds.data.conversation import Conversation, Image, Text, Turn
+from lavis_ds.data.conversation import Conversation, Image, Text, Turn, Video
 from lavis_ds.data.formats.minigpt4qwen import to_conversation
 from lavis_ds.errors import DataError
 
@@ -13,7 +13,7 @@ def convert(**item: Any) -> Conversation:
     return to_conversation(item, conversation_id="c", where="a.json: item 3 (id x)", image_root="/data")
 
 
-def user(*parts: Text | Image) -> Turn:
+def user(*parts: Text | Image | Video) -> Turn:
     return Turn("user", parts)
 
 
@@ -47,6 +47,14 @@ def test_several_pictures_without_markers_stand_first() -> None:
     assert result.turns[2] == user(Text("two"))
 
 
+def test_videos_stand_at_the_same_markers() -> None:
+    result = convert(video="1.mkv", instruction="Look: <Img><ImageHere></Img> What?", output="Rain.")
+    assert result.turns[0] == user(Text("Look: "), Video("/data/1.mkv"), Text(" What?"))
+    assert convert(video=["1.mkv"], image="", instruction="What?", output="x").turns[0] == user(
+        Video("/data/1.mkv"), Text("What?")
+    )
+
+
 def test_markers_are_text_in_outputs_and_in_items_without_picture() -> None:
     text_only = convert(instruction="Explain <ImageHere>", output="It is <ImageHere>")
     assert text_only.images == ()
@@ -62,11 +70,13 @@ def test_markers_are_text_in_outputs_and_in_items_without_picture() -> None:
         ({"instruction": ["a", "b"], "output": ["x"]}, "2 instruction(s), 1 output(s)"),
         ({"instruction": [], "output": []}, "`instruction` is an empty list"),
         ({"instruction": ["a", 5], "output": ["x", "y"]}, "`instruction[1]` is not text"),
-        ({"instruction": None, "output": "x"}, "`instruction` is not text"),
+        ({"instruction": None, "output": "x"}, "`instruction` is missing"),
+        ({"instruction": 7, "output": "x"}, "`instruction` is not text"),
         ({"instruction": "a", "output": "x", "image": 7}, "`image` is not text"),
-        ({"instruction": "<ImageHere><ImageHere>", "output": "x", "image": "1.jpg"}, "2 picture marker(s)"),
-        ({"instruction": "<ImageHere>", "output": "x", "image": ["1.jpg", "2.jpg"]}, "2 picture(s)"),
-        ({"instruction": "a", "output": "x", "video": "1.mp4"}, "videos can't be read"),
+        ({"instruction": "<ImageHere><ImageHere>", "output": "x", "image": "1.jpg"}, "2 marker(s) <ImageHere>"),
+        ({"instruction": "<ImageHere>", "output": "x", "image": ["1.jpg", "2.jpg"]}, "`image` has 2 entry(s)"),
+        ({"instruction": "<ImageHere><ImageHere>", "output": "x", "video": "1.mp4"}, "`video` has 1 entry(s)"),
+        ({"instruction": "a", "output": "x", "video": "1.mp4", "image": "1.jpg"}, "both `image` and `video`"),
     ],
 )
 def test_bad_items_name_file_item_and_field(item: dict[str, Any], message: str) -> None:

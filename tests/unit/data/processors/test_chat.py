@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ GOLDEN = json.loads((Path(__file__).parents[3] / "golden" / "chat_labels.json").
 
 MakeChat = Callable[..., Chat]
 Talk = Callable[..., Conversation]
-Pixels = Callable[[int], torch.Tensor]
+Pixels = Callable[..., list[torch.Tensor]]
 
 
 def rng(seed: int = 0) -> np.random.Generator:
@@ -251,6 +252,176 @@ class TestTruncation:
             chat(max_length=length - 1).prompt(conversation, pixels(1))
 
 
+class TestDroppedAndCut:
+    said = (
+        "user",
+        [0, "one"],
+        "assistant",
+        "AAAA",
+        "user",
+        [1, "two"],
+        "assistant",
+        "BBBB",
+        "user",
+        "x",
+        "assistant",
+        "C",
+    )
+
+    def length(self, chat: MakeChat, talk: Talk, pixels: Pixels, turns: int) -> int:
+        conversation = talk(*self.said[: 2 * turns])
+        return len(chat()(conversation, pixels(len(conversation.images)), rng()).input_ids)
+
+    def test_turns_left_out_are_counted(self, chat: MakeChat, talk: Talk, pixels: Pixels) -> None:
+        two, four, six = (self.length(chat, talk, pixels, turns) for turns in (2, 4, 6))
+        for limit, dropped, pictures in [(six, 0, 2), (six - 1, 2, 2), (four, 2, 2), (four - 1, 4, 1), (two, 4, 1)]:
+            sample = chat(max_length=limit)(talk(*self.said), pixels(2), rng())
+            assert (sample.num_dropped_turns, len(sample.images)) == (dropped, pictures)
+
+    def test_the_sample_as_a_whole_can_be_left_out_instead(self, chat: MakeChat, talk: Talk, pixels: Pixels) -> None:
+        six = self.length(chat, talk, pixels, 6)
+        whole = chat(max_length=six, too_long="sample")(talk(*self.said), pixels(2), rng())
+        assert whole.num_dropped_turns == 0
+        with pytest.raises(DataError, match=rf"sample-7: the sample is too long.*{six} tokens.*at most {six - 1}"):
+            chat(max_length=six - 1, too_long="sample")(talk(*self.said), pixels(2), rng())
+
+    def test_cutting_keeps_the_begin_of_the_first_answer_that_does_not_fit(
+        self, chat: MakeChat, talk: Talk, pixels: Pixels, tokenizer: Any
+    ) -> None:
+        four = self.length(chat, talk, pixels, 4)
+        end = "<|im_start|>user\n▣▣▣two<|im_end|>\n<|im_start|>assistant\n"
+        for missing, text, dropped in [
+            (0, f"{end}⟦BBBB<|im_end|>⟧", 2),
+            (1, f"{end}⟦BBBB⟧", 3),
+            (2, f"{end}⟦BBB⟧", 3),
+            (4, f"{end}⟦B⟧", 3),
+            (5, "assistant\n⟦AAAA<|im_end|>⟧", 4),  # a question without any of its answer teaches nothing
+        ]:
+            sample = chat(max_length=four - missing, too_long="cut")(talk(*self.said), pixels(2), rng())
+            assert rendered(sample, tokenizer).endswith(text)
+            assert sample.num_dropped_turns == dropped
+            assert len(sample.image_index) == 3 * len(sample.images)
+
+    def test_a_first_answer_of_which_nothing_fits_is_an_error(self, chat: MakeChat, talk: Talk, pixels: Pixels) -> None:
+        two = self.length(chat, talk, pixels, 2)
+        assert chat(max_length=two - 4, too_long="cut")(talk(*self.said), pixels(2), rng()).num_dropped_turns == 5
+        with pytest.raises(DataError, match="the first question with its answer is too long"):
+            chat(max_length=two - 5, too_long="cut")(talk(*self.said), pixels(2), rng())
+
+    def test_no_picture_is_cut(self, chat: MakeChat, talk: Talk, pixels: Pixels, tokenizer: Any) -> None:
+        conversation = talk("user", ["abc", 0, "de", 1], "assistant", "f")
+        whole = chat(train_on="all")(conversation, pixels(2), rng())
+        begin = int(whole.image_index[0])
+        seen = set()
+        for limit in range(begin, len(whole.input_ids)):
+            sample = chat(train_on="all", max_length=limit, too_long="cut")(conversation, pixels(2), rng())
+            assert len(sample.input_ids) <= limit
+            assert len(sample.image_index) == 3 * len(sample.images)
+            assert sample.input_ids.tolist() == whole.input_ids[: len(sample.input_ids)].tolist()
+            seen.add((limit - len(sample.input_ids), len(sample.images)))
+        assert seen == {(0, 0), (1, 0), (2, 0), (0, 1), (1, 1), (2, 1), (0, 2)}
+
+    def test_independent_questions(self, chat: MakeChat, talk: Talk, pixels: Pixels, tokenizer: Any) -> None:
+        conversation = talk("user", [0, "a"], "assistant", "AAAA", "user", "b", "assistant", "BBBB")
+        whole = chat(turns="independent")(conversation, pixels(1), rng())
+        limit = len(whole.input_ids) - 2
+        cut = chat(turns="independent", too_long="cut", max_length=limit)(conversation, pixels(1), rng())
+        assert cut.num_dropped_turns == 1
+        assert cut.input_ids.tolist() == whole.input_ids[:limit].tolist()
+        dropped = chat(turns="independent", max_length=limit)(conversation, pixels(1), rng())
+        assert dropped.num_dropped_turns == 2
+
+    def test_a_prompt_is_never_cut(self, chat: MakeChat, talk: Talk, pixels: Pixels) -> None:
+        for policy in ("turns", "sample", "cut"):
+            with pytest.raises(DataError, match="the prompt is too long"):
+                chat(max_length=20, too_long=policy).prompt(talk(*self.said), pixels(2))
+
+
+class TestViews:
+    def test_a_picture_takes_its_views_times_the_tokens_of_one(
+        self, chat: MakeChat, talk: Talk, pixels: Pixels, tokenizer: Any
+    ) -> None:
+        conversation = talk("user", ["a", 0, "b", 1, "c"], "assistant", "d")
+        images = pixels(2, views=[1, 4])
+        sample = chat()(conversation, images, rng())
+        assert rendered(sample, tokenizer).startswith("<|im_start|>user\na" + "▣" * 3 + "b" + "▣" * 12 + "c<|im_end|>")
+        assert torch.equal(sample.images, torch.cat(images))
+
+    def test_a_picture_without_views_is_one(self, chat: MakeChat, talk: Talk, pixels: Pixels) -> None:
+        conversation = talk("user", [0, "a"], "assistant", "b")
+        for encode in (
+            lambda images: chat()(conversation, images, rng()),
+            lambda images: chat().prompt(conversation, images),
+        ):
+            plain, viewed = encode([pixels(1)[0][0]]), encode(pixels(1))
+            assert plain.input_ids.tolist() == viewed.input_ids.tolist()
+            assert torch.equal(plain.images, viewed.images)
+
+    def test_pictures_go_with_their_turn(self, chat: MakeChat, talk: Talk, pixels: Pixels) -> None:
+        conversation = talk("user", [0, "a", 1], "assistant", "b", "user", [2, "c"], "assistant", "d")
+        images = pixels(3, views=[2, 3, 5])
+        whole = chat()(conversation, images, rng())
+        sample = chat(max_length=len(whole.input_ids) - 1)(conversation, images, rng())
+        assert torch.equal(whole.images, torch.cat(images))
+        assert torch.equal(sample.images, torch.cat(images[:2]))
+        assert len(sample.image_index) == 3 * 5
+
+    def test_tokens_are_counted_without_pixels(self, chat: MakeChat, talk: Talk, pixels: Pixels) -> None:
+        conversation = talk("user", [0, "a"], "assistant", "b")
+        counted = chat()(conversation, [torch.empty((7, 3, 0, 0), dtype=torch.uint8)], rng())
+        assert counted.input_ids.tolist() == chat()(conversation, pixels(1, views=[7]), rng()).input_ids.tolist()
+        assert len(counted.images) == 7
+
+    def test_messages_tell_pictures_and_views(self, chat: MakeChat, talk: Talk, pixels: Pixels) -> None:
+        with pytest.raises(DataError, match=r"of which 1 picture\(s\) in 20 views of 3"):
+            chat(max_length=50)(talk("user", [0, "a"], "assistant", "b"), pixels(1, views=[20]), rng())
+
+
+class TestWeights:
+    def weighted(self, talk: Talk, *weights: float) -> Conversation:
+        conversation = talk("user", "a", "assistant", "BB", "user", "c", "assistant", "DD")
+        turns = zip(conversation.turns, weights, strict=True)
+        return replace(conversation, turns=tuple(replace(turn, weight=weight) for turn, weight in turns))
+
+    def test_weights_stand_at_their_turns_targets(self, chat: MakeChat, talk: Talk, tokenizer: Any) -> None:
+        sample = chat()(self.weighted(talk, 3, 0.5, 3, 2), [], rng())
+        assert sample.target_weights is not None
+        assert sample.target_weights.dtype == torch.float32
+        is_target = sample.labels != IGNORE_INDEX
+        assert sample.target_weights[is_target].tolist() == [0.5] * 3 + [2.0] * 3
+        assert sample.target_weights[~is_target].unique().tolist() == [0]
+        assert sample.labels.tolist() == chat()(self.weighted(talk, 1, 1, 1, 1), [], rng()).labels.tolist()
+
+    def test_users_turns_count_where_they_are_targets(self, chat: MakeChat, talk: Talk) -> None:
+        sample = chat(train_on="all")(self.weighted(talk, 3, 0.5, 1, 2), [], rng())
+        assert sample.target_weights is not None
+        weights = sample.target_weights[sample.labels != IGNORE_INDEX]
+        assert weights.tolist() == [3.0] * 2 + [0.5] * 3 + [1.0] * 2 + [2.0] * 3
+
+    def test_no_weights_where_all_are_1(self, chat: MakeChat, talk: Talk) -> None:
+        assert chat()(self.weighted(talk, 5, 1, 5, 1), [], rng()).target_weights is None
+        assert chat(train_on="last")(self.weighted(talk, 5, 7, 5, 1), [], rng()).target_weights is None
+        assert chat().prompt(self.weighted(talk, 5, 7, 5, 7), []).target_weights is None
+
+    def test_weight_0_is_no_target(self, chat: MakeChat, talk: Talk, tokenizer: Any) -> None:
+        sample = chat()(self.weighted(talk, 1, 0, 1, 1), [], rng())
+        assert rendered(sample, tokenizer).count("⟦") == 1
+        assert rendered(sample, tokenizer).endswith("⟦DD<|im_end|>⟧")
+        assert sample.target_weights is None
+        with pytest.raises(DataError, match="no token of the sample is a target"):
+            chat()(self.weighted(talk, 1, 0, 1, 0), [], rng())
+
+    def test_independent_questions_have_theirs(self, chat: MakeChat, talk: Talk) -> None:
+        sample = chat(turns="independent")(self.weighted(talk, 1, 1, 1, 4), [], rng())
+        assert sample.target_weights is not None
+        assert sample.target_weights[sample.labels != IGNORE_INDEX].tolist() == [1.0] * 3 + [4.0] * 3
+
+    @pytest.mark.parametrize("weight", [-1.0, float("nan"), float("inf")])
+    def test_senseless_weights_are_refused(self, chat: MakeChat, talk: Talk, weight: float) -> None:
+        with pytest.raises(DataError, match="sample-7: the weights of its turns are wrong"):
+            chat()(self.weighted(talk, 1, weight, 1, 1), [], rng())
+
+
 class TestPrompt:
     def test_ends_where_the_last_answer_begins(self, chat: MakeChat, talk: Talk, pixels: Pixels) -> None:
         conversation = talk(
@@ -278,6 +449,11 @@ class TestPrompt:
         assert process.decode(tokenizer.encode("no end")) == "no end"
         assert process.decode([]) == ""
         assert process.stop_ids == (tokenizer.convert_tokens_to_ids("<|im_end|>"),)
+
+
+def test_lengths_are_the_same_every_epoch_unless_questions_are_drawn(chat: MakeChat) -> None:
+    assert chat(turns="independent").has_fixed_lengths
+    assert not chat(turns="independent", shuffle_turns=True).has_fixed_lengths
 
 
 class TestErrors:

@@ -1,0 +1,149 @@
+"""One sample taken apart: its pictures and views, its text token by token, and what is wrong with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from lavis_ds.batch import IGNORE_INDEX, Sample
+from lavis_ds.data import video
+from lavis_ds.data.conversation import Conversation, Image, Text
+from lavis_ds.data.order import SampleKey
+from lavis_ds.data.processors.base import ImageProcessor
+from lavis_ds.data.processors.open_image import image_size
+from lavis_ds.errors import DataError
+from lavis_ds.runners.data_tools.encoded import Encoded
+from lavis_ds.runners.data_tools.token_text import Piece, pieces, visible
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture or frame of a sample.
+
+    Attributes:
+        image: the original.
+        size: (width, height) of it, upright.
+        views: (V, 3, H, W) uint8, what the model sees; none where the picture was left out with its turn.
+    """
+
+    image: Image
+    size: tuple[int, int]
+    views: Tensor
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Neighbouring tokens of one kind.
+
+    Attributes:
+        start: place of the first in the sample.
+        num_tokens: how many.
+        picture: number of the picture whose places they are, from 0; None where they are text.
+        pieces: their text.
+        weight: factor of their losses; 0 where they are no targets.
+        segment: number of their segment.
+    """
+
+    start: int
+    num_tokens: int
+    picture: int | None
+    pieces: tuple[Piece, ...]
+    weight: float
+    segment: int
+
+
+@dataclass(frozen=True)
+class Look:
+    """A sample to look at.
+
+    Attributes:
+        id: as in messages.
+        index: its number in its dataset.
+        sample: None where it can't be used.
+        error: why it can't be used.
+        raw: what each turn says before it is encoded, where the sample can't be used.
+        pictures: in order.
+        stretches: in order.
+    """
+
+    id: str
+    index: int
+    sample: Sample | None = None
+    error: str | None = None
+    raw: tuple[tuple[str, str], ...] = ()
+    pictures: tuple[Picture, ...] = ()
+    stretches: tuple[Stretch, ...] = ()
+
+
+def look(encoded: Encoded, key: SampleKey) -> Look:
+    """The sample of `key`, as training gets it."""
+    try:
+        sample = encoded.data[key]
+        encoded.collator.check(sample)
+    except DataError as error:
+        sample_id = getattr(error, "sample_id", "") or encoded.data.name_of(key)
+        return Look(sample_id, key.index, error=str(error), raw=tuple(_raw(encoded, key)))
+    source = encoded.data.sources[key.dataset]
+    conversation = video.expand(encoded.conversation(key), source.video)
+    pictures = _pictures(sample, conversation, source.image_processor)
+    stretches = _stretches(sample, pictures, encoded)
+    return Look(sample.id, key.index, sample, pictures=pictures, stretches=tuple(stretches))
+
+
+def _raw(encoded: Encoded, key: SampleKey) -> Iterator[tuple[str, str]]:
+    """Role and content of each turn, as far as the annotation can be read at all."""
+    try:
+        conversation = encoded.conversation(key)
+    except DataError:
+        return
+    for turn in conversation.turns:
+        parts = (
+            part.text if isinstance(part, Text) else f"<{type(part).__name__.lower()} {part.path[:200]}>"
+            for part in turn.content
+        )
+        yield turn.role, visible("".join(parts))
+
+
+def _pictures(sample: Sample, conversation: Conversation, processor: ImageProcessor | None) -> tuple[Picture, ...]:
+    """All pictures of the conversation with their views; those left out with their turns come last and have none."""
+    if processor is None:
+        return ()
+    pictures, start = [], 0
+    for image in conversation.images:
+        views = sample.images[start : start + processor.count_views(image)]
+        pictures.append(Picture(image, image_size(image, max_pixels=processor.config.max_pixels), views))
+        start += len(views)
+    return tuple(pictures)
+
+
+def _stretches(sample: Sample, pictures: Sequence[Picture], encoded: Encoded) -> Iterator[Stretch]:
+    ids: list[int] = sample.input_ids.tolist()
+    columns = (_picture_of_token(sample, pictures, encoded.model.tokens_per_image), _weights(sample), _segments(sample))
+    kinds = list(zip(*(column.tolist() for column in columns), strict=True))
+    for (picture, weight, segment), group in groupby(range(len(ids)), key=kinds.__getitem__):
+        places = list(group)
+        own = ids[places[0] : places[-1] + 1]
+        text = tuple(pieces(encoded.model.tokenizer, own)) if picture < 0 else ()
+        yield Stretch(places[0], len(own), None if picture < 0 else picture, text, weight, segment)
+
+
+def _picture_of_token(sample: Sample, pictures: Sequence[Picture], tokens_per_image: int) -> Tensor:
+    """(S,) number of the picture whose place each token is; -1 for text."""
+    counts = torch.tensor([len(picture.views) * tokens_per_image for picture in pictures], dtype=torch.int64)
+    result = torch.full_like(sample.input_ids, -1)
+    result[sample.image_index] = torch.arange(len(pictures)).repeat_interleave(counts)
+    return result
+
+
+def _weights(sample: Sample) -> Tensor:
+    """(S,) factor of each token's loss; 0 where it is no target."""
+    is_target = (sample.labels != IGNORE_INDEX).float()
+    return is_target if sample.target_weights is None else is_target * sample.target_weights
+
+
+def _segments(sample: Sample) -> Tensor:
+    return torch.zeros_like(sample.input_ids) if sample.segment_ids is None else sample.segment_ids
