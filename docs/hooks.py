@@ -17,10 +17,12 @@ def _commands() -> str:
     return "\n\n".join(f"## {name}\n\n```text\n{parser.format_help()}```" for name, parser in _subparsers(cli.parser()))
 
 
-def _subparsers(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
+def _subparsers(parser: argparse.ArgumentParser, before: str = "") -> Iterator[tuple[str, argparse.ArgumentParser]]:
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            yield from action.choices.items()
+            for name, command in action.choices.items():
+                yield f"{before}{name}", command
+                yield from _subparsers(command, f"{before}{name} ")
 
 
 GENERATED: dict[str, Callable[[], str]] = {

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,8 @@ SEGMENT_STRIDE = 1 << 20
 """Segment s of the d-th sample in a row is numbered d * SEGMENT_STRIDE + s; so its prefix is d * SEGMENT_STRIDE."""
 
 PADDING_SEGMENT = -1
+
+_SMALL_BYTES = 1 << 17
 
 
 @dataclass(frozen=True)
@@ -151,6 +154,19 @@ class Batch:
         """Called by PyTorch's DataLoader; makes the copy to the GPU asynchronous."""
         return self._map(lambda tensor: tensor.pin_memory())
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Small tensors travel to another process inside the message: a shared-memory segment each would cost more."""
+        return {f.name: _packed(getattr(self, f.name)) for f in fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, torch.from_numpy(value) if isinstance(value, np.ndarray) else value)
+
     def _map(self, function: Any) -> Batch:
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{name: function(t) for name, t in tensors.items() if isinstance(t, Tensor)})
+
+
+def _packed(value: Any) -> Any:
+    small = isinstance(value, Tensor) and value.device.type == "cpu" and value.nbytes <= _SMALL_BYTES
+    return value.numpy() if small else value

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import get_worker_info
 
 from lavis_ds.batch import (
     IGNORE_INDEX,
@@ -55,33 +59,35 @@ class Collator:
         filled = [row for row in rows if row]
         samples = [sample for row in filled for sample in row]
         joined = [_join(row) for row in filled] + [self._blank] * (len(rows) - len(filled))
-        longest = max(len(sample.input_ids) for sample in joined)
-        width = -(-longest // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        lengths = torch.tensor([sample.input_ids.numel() for sample in joined])
+        width = -(-int(lengths.max()) // self.pad_to_multiple_of) * self.pad_to_multiple_of
+        starts = width - lengths if self.padding_side == "left" else torch.zeros_like(lengths)
         labels = self._padded([sample.labels for sample in joined], width, IGNORE_INDEX)
         targets = labels[:, 1:] != IGNORE_INDEX
         target_index = _flat_index(targets, width)
         num_targets = int(targets.sum())
         weights = self._target_weights(joined, width, target_index)
+        dataset = self._target_dataset(filled, len(rows), width, target_index)
         references = tuple(sample.references for sample in samples)
-        lengths = [len(sample.input_ids) for sample in joined]
+        places = torch.arange(width)
         return Batch(
             input_ids=self._padded([sample.input_ids for sample in joined], width, self.pad_id),
             labels=labels,
-            position_ids=self._positions(joined, width),
-            attention_mask=self._padded([torch.ones(length, dtype=torch.bool) for length in lengths], width, False),
+            position_ids=self._positions(joined, lengths, width),
+            attention_mask=(places >= starts[:, None]) & (places < (starts + lengths)[:, None]),
             segment_ids=self._segments(joined, width),
             images=self._images(joined),
-            image_index=self._image_index(joined, width),
+            image_index=torch.cat([n * width + starts[n] + sample.image_index for n, sample in enumerate(joined)]),
             target_index=target_index,
             target_weights=weights,
-            target_dataset=self._target_dataset(filled, len(rows), width, target_index),
+            target_dataset=dataset,
             num_targets=num_targets,
             target_weight=float(num_targets) if weights is None else float(weights[:num_targets].sum()),
-            num_tokens=sum(len(sample.input_ids) for sample in samples),
+            num_tokens=int(lengths[: len(filled)].sum()),
             sample_ids=tuple(sample.id for sample in samples),
             positions=tuple(sample.position for sample in samples),
             num_dropped_turns=sum(sample.num_dropped_turns for sample in samples),
-            by_dataset=tuple(_count(name, i, samples) for i, name in enumerate(self.datasets)),
+            by_dataset=self._count(samples, num_targets, weights, dataset),
             unusable=tuple(unusable),
             references=references if any(reference is not None for reference in references) else None,
         )
@@ -90,7 +96,7 @@ class Collator:
         """Raises:
         DataError: the sample's pictures, their size or their places do not fit; the message names it.
         """
-        num_images, places = len(sample.images), len(sample.image_index)
+        num_images, places = sample.images.shape[0], sample.image_index.numel()
         if self.image_shape is None and num_images:
             raise DataError("the sample has pictures, but the model has no vision part.", where=sample.id)
         if places != num_images * self.tokens_per_image:
@@ -112,33 +118,26 @@ class Collator:
             raise DataError("the first token is a target, but nothing before it predicts it.", where=sample.id)
 
     def _padded(self, rows: Sequence[Tensor], width: int, value: float) -> Tensor:
-        padded = rows[0].new_full((len(rows), width), value)
-        for target, row in zip(padded, rows, strict=True):
-            start = self._start(len(row), width)
-            target[start : start + len(row)] = row
-        return padded
+        padded = pad_sequence(rows, batch_first=True, padding_value=value, padding_side=self.padding_side)
+        missing = width - padded.shape[1]
+        return pad(padded, (missing, 0) if self.padding_side == "left" else (0, missing), value=value)
 
-    def _start(self, length: int, width: int) -> int:
-        return width - length if self.padding_side == "left" else 0
-
-    def _positions(self, rows: Sequence[Sample], width: int) -> Tensor:
+    def _positions(self, rows: Sequence[Sample], lengths: Tensor, width: int) -> Tensor:
         """Left padding is all 0. Right padding counts on, for a restart would look like a further packed sample."""
         positions = self._padded([row.position_ids for row in rows], width, 0)
-        if self.padding_side == "right":
-            for padded, row in zip(positions, rows, strict=True):
-                length = len(row.position_ids)
-                padded[length:] = row.position_ids[-1] + torch.arange(1, width - length + 1)
-        return positions
+        if self.padding_side == "left":
+            return positions
+        behind = torch.arange(width) - (lengths - 1)[:, None]  # 1, 2, ... on padding
+        last = positions.gather(1, (lengths - 1)[:, None])
+        return torch.where(behind > 0, last + behind, positions)
 
     def _images(self, rows: Sequence[Sample]) -> Tensor | None:
         if self.image_shape is None:
             return None
-        pictures = [row.images for row in rows if len(row.images)]
-        return torch.cat(pictures) if pictures else torch.zeros((1, *self.image_shape), dtype=torch.uint8)
-
-    def _image_index(self, rows: Sequence[Sample], width: int) -> Tensor:
-        starts = [number * width + self._start(len(row.input_ids), width) for number, row in enumerate(rows)]
-        return torch.cat([start + row.image_index for start, row in zip(starts, rows, strict=True)])
+        pictures = [row.images for row in rows if row.images.shape[0]]
+        if not pictures:
+            return torch.zeros((1, *self.image_shape), dtype=torch.uint8)
+        return torch.cat(pictures, out=_shared(sum(p.shape[0] for p in pictures), self.image_shape))
 
     def _segments(self, rows: Sequence[Sample], width: int) -> Tensor | None:
         """A row of one causal sequence is all prefix."""
@@ -151,6 +150,19 @@ class Collator:
             return None
         return self._padded([_weights(row) for row in rows], width, 1.0).flatten()[target_index + 1]
 
+    def _count(
+        self, samples: Sequence[Sample], num_targets: int, weights: Tensor | None, dataset: Tensor | None
+    ) -> tuple[DatasetCounts, ...]:
+        """What each dataset of the run has in the batch."""
+        size = len(self.datasets)
+        numbers = torch.zeros(num_targets, dtype=torch.int64) if dataset is None else dataset[:num_targets]
+        sums = torch.bincount(numbers, None if weights is None else weights[:num_targets].double(), minlength=size)
+        num_samples, num_tokens = [0] * size, [0] * size
+        for sample in samples:
+            num_samples[sample.dataset] += 1
+            num_tokens[sample.dataset] += sample.input_ids.numel()
+        return tuple(map(DatasetCounts, self.datasets, num_samples, num_tokens, map(float, sums)))
+
     def _target_dataset(
         self, rows: Sequence[Sequence[Sample]], num_rows: int, width: int, target_index: Tensor
     ) -> Tensor | None:
@@ -159,6 +171,14 @@ class Collator:
         numbers = [torch.cat([torch.full_like(s.input_ids, s.dataset) for s in row]) for row in rows]
         empty = [torch.zeros(1, dtype=torch.int64)] * (num_rows - len(rows))
         return self._padded([*numbers, *empty], width, 0).flatten()[target_index + 1]
+
+
+def _shared(count: int, image_shape: tuple[int, int, int]) -> Tensor | None:
+    """In a data-loading process, memory that the trainer sees, so that pictures are not copied there once more."""
+    if get_worker_info() is None:
+        return None
+    size = count * math.prod(image_shape)
+    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size)).view(count, *image_shape)
 
 
 def _join(samples: Sequence[Sample]) -> Sample:
@@ -194,12 +214,6 @@ def _blank(pad_id: int) -> Sample:
     token = torch.full((1,), pad_id)
     no_places = torch.empty(0, dtype=torch.int64)
     return Sample("", token, torch.full_like(token, IGNORE_INDEX), torch.zeros_like(token), _NO_IMAGES, no_places)
-
-
-def _count(name: str, number: int, samples: Sequence[Sample]) -> DatasetCounts:
-    own = [sample for sample in samples if sample.dataset == number]
-    weights = [_weights(sample)[sample.labels != IGNORE_INDEX].sum() for sample in own]
-    return DatasetCounts(name, len(own), sum(len(s.input_ids) for s in own), float(sum(weights)))
 
 
 def _flat_index(targets: Tensor, width: int) -> Tensor:

@@ -25,6 +25,7 @@ from lavis_ds.errors import ConfigError
 Row = tuple[SampleKey, ...]
 
 _CACHED_WINDOWS = 2  # a step may straddle two
+_STRETCH = 1024  # positions looked up at once, which costs little more than one
 
 
 class RowPlan(ABC):
@@ -61,11 +62,17 @@ class PlainRows(RowPlan):
     def __init__(self, order: SampleOrder, rows_a_step: int, total: int) -> None:
         self.order, self.rows_a_step, self.total = order, rows_a_step, total
         self.num_steps = -(-total // rows_a_step)
+        self._stretch = lru_cache(_CACHED_WINDOWS)(
+            lambda number: order.keys(number * _STRETCH, (number + 1) * _STRETCH)
+        )
 
     def rows(self, step: int) -> list[Row]:
         start = step * self.rows_a_step
-        keys = self.order.keys(start, min(start + self.rows_a_step, self.total))
-        return [(keys[i],) for i in range(len(keys))]
+        return [(self._key(position),) for position in range(start, min(start + self.rows_a_step, self.total))]
+
+    def _key(self, position: int) -> SampleKey:
+        stretch, place = divmod(position, _STRETCH)
+        return self._stretch(stretch)[place]
 
 
 class GroupedRows(RowPlan):

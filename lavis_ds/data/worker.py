@@ -19,6 +19,7 @@ from lavis_ds.batch import Batch
 from lavis_ds.data.dataset import EncodedDataset
 from lavis_ds.data.order import SampleKey
 from lavis_ds.errors import DataError, LavisError
+from lavis_ds.host_memory import keep_freed_memory
 
 Item = TypeVar("Item")
 
@@ -184,3 +185,4 @@ def _start_worker(worker_id: int) -> None:
     """Ctrl-C and SIGTERM reach all processes; the trainer, which saves on them, must still get its batches."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    keep_freed_memory()

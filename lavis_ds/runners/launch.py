@@ -12,6 +12,7 @@ from lavis_ds import registry
 from lavis_ds.config.load import LoadedConfig, load
 from lavis_ds.config.schema import RootConfig
 from lavis_ds.errors import ConfigError
+from lavis_ds.host_memory import keep_freed_memory
 from lavis_ds.runners import checkpoint_files, job, preflight, process
 
 
@@ -85,5 +86,5 @@ def _join(config: RootConfig) -> ModuleType:
 
     distributed.initialize(config.run.dist_timeout_s)
     if distributed.device().type == "cpu":
-        process.keep_freed_memory()
+        keep_freed_memory()
     return distributed

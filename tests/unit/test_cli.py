@@ -199,7 +199,7 @@ def test_help_is_instant() -> None:
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.3
-    for name in ("train", "evaluate", "generate", "show-config", "list", "report"):
+    for name in ("train", "evaluate", "generate", "data", "show-config", "list", "report"):
         assert f"\n    {name}" in done.stdout
 
 

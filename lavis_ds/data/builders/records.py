@@ -71,7 +71,7 @@ class RecordsBuilder(DatasetBuilder):
         kind = type(self)
         code = getattr(sys.modules[kind.__module__], "__file__", None)
         return cache.fingerprint(
-            [__version__, kind.__module__, kind.__qualname__, cache.stamp([code] if code else [])],
+            ["wrong items", __version__, kind.__module__, kind.__qualname__, cache.stamp([code] if code else [])],
             [split, self.config.model_dump(mode="json", exclude=_IRRELEVANT), cache.stamp(self.files(split))],
         )
 

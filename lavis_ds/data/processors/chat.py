@@ -229,12 +229,18 @@ def sample_of(
         input_ids=torch.from_numpy(ids),
         labels=torch.from_numpy(np.where(weights > 0, ids, IGNORE_INDEX)),
         position_ids=torch.arange(len(tokens)),
-        images=torch.cat(kept) if kept else torch.empty((0, 3, 0, 0), dtype=torch.uint8),
+        images=_joined(kept),
         image_index=tokens.image_index,
         target_weights=torch.from_numpy(weights) if set(tokens.weights) - {0.0, 1.0} else None,
         num_dropped_turns=num_dropped,
         references=conversation.references,
     )
+
+
+def _joined(pictures: Sequence[Tensor]) -> Tensor:
+    if len(pictures) == 1:  # most samples: no copy
+        return pictures[0]
+    return torch.cat(list(pictures)) if pictures else torch.empty((0, 3, 0, 0), dtype=torch.uint8)
 
 
 def _with_segments(sample: Sample, prefix: Tokens, segments: list[Tokens]) -> Sample:

@@ -132,7 +132,7 @@ class HFCausalLM(LanguageModel):
                 "every layer.",
                 where=f"{_WHERE}.attention",
                 given=f"{self.attention}, {', '.join(sorted(kinds))}",
-                hint="Set attention to sdpa, or data.batching to grouped and `turns: conversation` in the text processor.",
+                hint="Set attention to sdpa, or data.batching to grouped and text_processor.turns to conversation.",
             )
 
 

@@ -48,11 +48,11 @@ class Encoded:
         return {source.name: size for source, size in zip(self.data.sources, self.data.sizes, strict=True)}
 
 
-def encode(annotations: Annotations, *, as_training: bool) -> Encoded:
+def encode(found: Annotations, *, as_training: bool) -> Encoded:
     """The samples with the processors of training, or else of evaluation."""
-    run = annotations.config.run.model_copy(update={"train_splits": list(annotations.splits)})
-    config = annotations.config.model_copy(update={"run": run})
-    by_split = {split: dict(entries) for split, entries in annotations.splits.items()}
+    run = found.config.run.model_copy(update={"train_splits": list(found.splits)})
+    config = found.config.model_copy(update={"run": run})
+    by_split = {split: dict(entries) for split, entries in found.splits.items()}
     datasets = build.train_datasets(config, by_split) if as_training else next(iter(by_split.values()))
     model = skeleton(config.model)
     data = build.encoded(config, datasets, build.text_context(config, model), training=as_training)

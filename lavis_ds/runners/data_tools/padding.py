@@ -16,8 +16,8 @@ from lavis_ds.engines.ds_config import BatchPlan
 from lavis_ds.errors import ConfigError
 from lavis_ds.models.base import Work
 
-_MOST_ROWS = 200_000
-"""Rows that are looked at, evenly spread; the plan of a longer epoch is not gone through as a whole."""
+_MOST_ROWS, _FEWEST_STEPS = 20_000, 20
+"""Rows that are looked at, times ranks, evenly spread over the epoch; a longer one is not gone through as a whole."""
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def _measure(
     batching: str, length: int | None, ranks: list[StepPlan], counts: TokenCounts, row_multiple: int
 ) -> Layout:
     num_steps = ranks[0].num_steps
-    most = max(1, _MOST_ROWS // ranks[0].plan.rows_a_step)
+    most = max(_FEWEST_STEPS, _MOST_ROWS // (ranks[0].plan.rows_a_step * len(ranks)))
     seen = np.unique(np.linspace(0, num_steps - 1, min(num_steps, most)).astype(int)).tolist()
     places = filled = samples = rows = 0
     for micro_batch in chain.from_iterable(plan.micro_batches(step) for step in seen for plan in ranks):

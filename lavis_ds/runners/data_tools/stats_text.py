@@ -32,7 +32,8 @@ def show(
     console = console or Console(highlight=False)
     for dataset in datasets:
         console.print(Text(f"\n{dataset.name}", "bold"))
-        console.print(_facts(dataset))
+        for label, value in _facts(dataset):
+            console.print(Text.assemble((f"{label:<9} ", "dim"), value), soft_wrap=True)
         console.print(_histogram(dataset))
         for line in _unusable(dataset):
             console.print(line, soft_wrap=True)
@@ -41,14 +42,7 @@ def show(
         console.print(Text(note), soft_wrap=True)
 
 
-def _facts(dataset: DatasetStats) -> Table:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    for label, value in _lines(dataset):
-        table.add_row(Text(label, "dim"), Text(value))
-    return table
-
-
-def _lines(dataset: DatasetStats) -> Iterator[tuple[str, str]]:
+def _facts(dataset: DatasetStats) -> Iterator[tuple[str, str]]:
     yield "samples", f"{dataset.num_samples:,}"
     shares = f"{percent(dataset.sample_share)} of the samples, {percent(dataset.token_share)} of the tokens"
     yield "an epoch", f"{dataset.samples_an_epoch:,} samples: {shares}"
