@@ -33,11 +33,14 @@ class Part(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Engines cast whole modules to bf16; float32 constants (pixel statistics, rotary angles) stay as they are.
 
-        In bf16 the rounded frequencies alone turn position 1000 by more than a radian.
+        In bf16 the rounded frequencies alone turn position 1000 by more than a radian. Constants are buffers that are
+        never saved, in modules that have no parameters; beside parameters (the zero `k_bias` of timm's EVA) they are
+        added to these and must have their type.
         """
         constants = [
             (module, name, buffer)
             for module in self.modules()
+            if not module._parameters
             for name, buffer in module._buffers.items()
             if buffer is not None and buffer.dtype == torch.float32 and name in module._non_persistent_buffers_set
         ]

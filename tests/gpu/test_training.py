@@ -13,7 +13,8 @@ from tests.tiny_project import make_project, metrics
 pytestmark = pytest.mark.gpu
 
 ENGINES = [*(f"zero{stage}" for stage in range(4)), "torch"]
-SECONDS = 280
+PACKED = ["torch", "zero3"]
+SECONDS = 400
 
 
 def options_of(engine: str, precision: str) -> list[str]:
@@ -55,6 +56,12 @@ def lines(project: Path) -> dict[str, list[dict[str, Any]]]:
             (f"resumed_{engine}", [*bf16, "run.stop_at_step=5"], None),
             (f"resumed_{engine}", bf16, "auto"),
         ]
+    packed = "data.batching=packed"
+    for engine in PACKED:
+        runs += [
+            (f"packed_fp32_{engine}", [packed, *options_of(engine, "fp32")], None),
+            (f"packed_bf16_{engine}", [packed, *options_of(engine, "bf16")], None),
+        ]
     return run(project, runs)
 
 
@@ -77,6 +84,14 @@ def test_stopped_and_resumed_goes_on_the_same_way(engine: str, lines: dict[str, 
     resumed, whole = lines[f"resumed_{engine}"], lines[f"bf16_{engine}"]
     assert [line["data/sample_ids"] for line in resumed] == [line["data/sample_ids"] for line in whole]
     assert losses(resumed) == pytest.approx(losses(whole), abs=1e-3)
+
+
+@pytest.mark.parametrize("engine", PACKED)
+def test_packed_rows_give_the_losses_of_the_reference(engine: str, lines: dict[str, list[dict[str, Any]]]) -> None:
+    reference = lines["packed_fp32_torch"]
+    assert losses(lines[f"packed_fp32_{engine}"]) == pytest.approx(losses(reference), abs=1e-4)
+    assert losses(lines[f"packed_bf16_{engine}"]) == pytest.approx(losses(reference), abs=0.02)
+    assert max(line["data/padding_fraction"] for line in reference) < 0.5
 
 
 def kernels_of_a_step(cfg: str) -> set[str]:

@@ -137,3 +137,25 @@ def test_weights_file_is_loaded_strictly(tmp_path: Path, images: torch.Tensor) -
 def test_pretrained_without_internet_says_so() -> None:
     with pytest.raises(CheckpointError, match="Without internet"):
         make(pretrained=True)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "vit_tiny_patch16_224",
+        "eva_giant_patch14_clip_224",
+        "eva02_tiny_patch14_224",
+        "vit_base_patch16_siglip_224",
+        "vit_small_patch14_reg4_dinov2",
+        "vit_base_patch16_rope_224",
+        "beit_base_patch16_224",
+    ],
+)
+def test_families_run_in_bf16(images: torch.Tensor, name: str) -> None:
+    """Constants keep their type where that is needed, and only there; measured errors are 0.006 to 0.04."""
+    encoder = make(model_name=name).train(False)
+    expected = encoder(images)
+    features = encoder.to(torch.bfloat16)(images)
+    assert features.dtype == torch.bfloat16
+    error = (features.float() - expected).abs().mean() / expected.abs().mean()
+    assert error < 0.1
