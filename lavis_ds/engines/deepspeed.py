@@ -18,6 +18,7 @@ from lavis_ds.config.schema import RunConfig
 from lavis_ds.engines import ds_config
 from lavis_ds.engines.base import StepResult, persistent_buffers
 from lavis_ds.errors import CheckpointError
+from lavis_ds.models.parts import match_constants
 from lavis_ds.optim.adamw import adamw, scale_learning_rates
 
 _TAG = "deepspeed"
@@ -56,6 +57,7 @@ class DeepSpeedEngine:
         )
         _forget_trial_step(optimizer)
         self.module: nn.Module = self._engine.module
+        match_constants(self.module)  # DeepSpeed casts parameters alone
 
     def __call__(self, batch: Batch) -> tuple[Tensor, ...]:
         outputs: tuple[Tensor, ...] = self._engine(batch)

@@ -7,7 +7,7 @@ B rows, T tokens a row.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, Self
 
 import torch
@@ -33,23 +33,35 @@ class Part(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Engines cast whole modules to bf16; float32 constants (pixel statistics, rotary angles) stay as they are.
 
-        In bf16 the rounded frequencies alone turn position 1000 by more than a radian. Constants are buffers that are
-        never saved, in modules that have no parameters; beside parameters (the zero `k_bias` of timm's EVA) they are
-        added to these and must have their type.
+        In bf16 the rounded frequencies alone turn position 1000 by more than a radian. What stands beside parameters is
+        no such constant; see `match_constants`.
         """
-        constants = [
-            (module, name, buffer)
-            for module in self.modules()
-            if not module._parameters
-            for name, buffer in module._buffers.items()
-            if buffer is not None and buffer.dtype == torch.float32 and name in module._non_persistent_buffers_set
-        ]
+        constants = [found for found in _constants(self) if not found[0]._parameters]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         for module, name, buffer in constants:
             moved = module._buffers[name]
             if moved is not None and moved.dtype != torch.float32:
                 module._buffers[name] = buffer.to(moved.device)
         return self
+
+
+def match_constants(module: nn.Module) -> None:
+    """Give float32 buffers that are never saved the type of the parameters beside them, which they are added to.
+
+    timm's EVA has a zero `k_bias` between its biases. For engines that cast parameters alone.
+    """
+    for owner, name, buffer in list(_constants(module)):
+        parameter = next((p for p in owner._parameters.values() if p is not None), None)
+        if parameter is not None:
+            owner._buffers[name] = buffer.to(parameter.dtype)
+
+
+def _constants(module: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
+    """float32 buffers that are never saved: what holds them, their name, and they."""
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.dtype == torch.float32 and name in owner._non_persistent_buffers_set:
+                yield owner, name, buffer
 
 
 class VisionEncoder(Part, ABC):

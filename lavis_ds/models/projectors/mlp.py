@@ -50,6 +50,8 @@ def merge_patches(features_NPD: Tensor, size: int) -> Tensor:
 
     Source: pixel unshuffle (https://arxiv.org/abs/1609.05158), as in InternVL (https://arxiv.org/abs/2404.16821).
     """
+    if size == 1:  # any number of tokens, class tokens among them
+        return features_NPD
     num_images, num_patches, width = features_NPD.shape
     side = math.isqrt(num_patches) // size
     grid = features_NPD.reshape(num_images, side, size, side, size, width).transpose(2, 3)

@@ -38,6 +38,11 @@ def test_mlp_is_linear_gelu_linear() -> None:
     assert len(MLPProjector(MLPProjectorConfig(depth=3), **SIZES).layers) == 5
 
 
+def test_mlp_takes_any_number_of_tokens_unless_it_merges_them() -> None:
+    """17 are 16 patches and a class token."""
+    assert MLPProjector(MLPProjectorConfig(), **SIZES)(torch.randn(2, 17, 24)).shape == (2, 17, 40)
+
+
 def test_merged_patches_are_neighbours() -> None:
     grid = torch.arange(16.0).view(1, 16, 1)  # 4 x 4, numbered row by row
     expected = [[0, 1, 4, 5], [2, 3, 6, 7], [8, 9, 12, 13], [10, 11, 14, 15]]

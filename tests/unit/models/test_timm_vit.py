@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from lavis_ds.errors import CheckpointError, ConfigError, DataError
 from lavis_ds.models.configs import TimmViTConfig
+from lavis_ds.models.parts import match_constants
 from lavis_ds.models.vision.timm_vit import TimmViT
 
 ARGS = {"patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4}
@@ -159,3 +160,12 @@ def test_families_run_in_bf16(images: torch.Tensor, name: str) -> None:
     assert features.dtype == torch.bfloat16
     error = (features.float() - expected).abs().mean() / expected.abs().mean()
     assert error < 0.1
+
+
+def test_an_engine_that_casts_parameters_alone_can_run_eva(images: torch.Tensor) -> None:
+    encoder = make(model_name="eva_giant_patch14_clip_224")
+    for parameter in encoder.parameters():
+        parameter.data = parameter.data.bfloat16()
+    match_constants(encoder)
+    assert encoder(images).dtype == torch.bfloat16
+    assert encoder.pixels.mean.dtype == torch.float32
