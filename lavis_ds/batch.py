@@ -35,10 +35,12 @@ class Sample:
         input_ids: (S,) int64; image positions hold a filler id that the model replaces.
         labels: (S,) int64, equal to `input_ids` where the token is a target, else
             `IGNORE_INDEX`; the first never is one.
-        position_ids: (S,) int64.
+        position_ids: (S,) int64; (3, S) for time, height and width where the model has multimodal rotary positions.
         segment_ids: (S,) int64, or None where the whole sample is one causal sequence. A token attends to earlier
             tokens of its own segment and of `PREFIX_SEGMENT`.
-        images: (n, 3, H, W) uint8, all views of all pictures in order of appearance; n may be 0.
+        images: (n, 3, H, W) uint8, all views of all pictures in order of appearance; n may be 0. At native resolution
+            (n, D): all patches of all pictures.
+        image_grids: (pictures, 3) int64, patches of each picture along time, height and width; None at a fixed size.
         image_index: (n * Q,) int64, the positions in `input_ids` that the images' tokens fill, in order.
         target_weights: (S,) float32, factors of the targets' losses; None where all are 1.
         num_dropped_turns: turns left out because the sample was too long.
@@ -53,6 +55,7 @@ class Sample:
     position_ids: Tensor
     images: Tensor
     image_index: Tensor
+    image_grids: Tensor | None = None
     segment_ids: Tensor | None = None
     target_weights: Tensor | None = None
     num_dropped_turns: int = 0
@@ -93,12 +96,15 @@ class Batch:
     Attributes:
         input_ids: (B, T) int64, padded.
         labels: (B, T) int64, `IGNORE_INDEX` on padding, prompts and fillers; not shifted.
-        position_ids: (B, T) int64.
+        position_ids: (B, T) int64, or (3, B, T); see `Sample`.
         attention_mask: (B, T) bool, True on real tokens.
         segment_ids: (B, T) int64, or None where every row is one causal sequence; see `Sample` and `SEGMENT_STRIDE`.
             `PADDING_SEGMENT` on padding.
         images: (N, 3, H, W) uint8 with N >= 1: every micro-batch makes exactly one vision call, so a batch without
-            images carries one blank image, whose tokens fill nothing. None where the model has no vision part.
+            images carries one blank image, whose tokens fill nothing. None where the model has no vision part. At
+            native resolution (P, D) uint8: the patches of all pictures, in the order of transformers' Qwen2-VL image
+            processor (blocks of merge_size x merge_size neighbours; D = channels, frames, rows, columns of a patch).
+        image_grids: (N, 3) int64, patches of each picture along time, height and width; None at a fixed size.
         image_index: (M,) int64, flat positions in (B * T) filled by the images' tokens in order; M = N * Q, or 0.
         target_index: (K,) int64, flat positions in (B * T) whose next token is a target; K >= 1 (a filler where the
             batch has no target).
@@ -129,6 +135,7 @@ class Batch:
     sample_ids: tuple[str, ...]
     positions: tuple[int, ...]
     by_dataset: tuple[DatasetCounts, ...]
+    image_grids: Tensor | None = None
     segment_ids: Tensor | None = None
     target_weights: Tensor | None = None
     target_dataset: Tensor | None = None

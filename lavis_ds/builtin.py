@@ -17,6 +17,8 @@ def declare() -> None:
         ("vlm", "lavis_ds.models.vlm:Vlm", "VlmConfig"),
         ("minigpt4qwen", "lavis_ds.models.minigpt4qwen:MiniGPT4Qwen", "MiniGPT4QwenConfig"),
         ("llava_qwen", "lavis_ds.models.llava_qwen:LlavaQwen", "LlavaQwenConfig"),
+        ("qwen2_5_vl", "lavis_ds.models.qwen_vl:Qwen2_5VL", "Qwen2_5VLConfig"),
+        ("qwen3_vl", "lavis_ds.models.qwen_vl:Qwen3VL", "Qwen3VLConfig"),
     ]:
         r.models.declare(name, target, f"{model_configs}:{config}")
     r.vision_encoders.declare("timm_vit", "lavis_ds.models.vision.timm_vit:TimmViT", f"{model_configs}:TimmViTConfig")
@@ -59,6 +61,9 @@ def declare() -> None:
         ("blip_image_eval", "ImageEval"),
     ]:
         r.processors.declare(name, f"lavis_ds.data.processors.image:{target}", f"{data_configs}:{target}Config")
+    r.processors.declare(
+        "image_native", "lavis_ds.data.processors.native:ImageNative", f"{data_configs}:ImageNativeConfig"
+    )
     r.processors.declare("plain", "lavis_ds.data.processors.plain:Plain", f"{data_configs}:PlainConfig")
     r.processors.declare("chat", "lavis_ds.data.processors.chat:Chat", f"{data_configs}:ChatConfig")
 

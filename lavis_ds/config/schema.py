@@ -78,7 +78,7 @@ class ImageProcessorsConfig(ProcessorsConfig):
         if isinstance(value, dict) and isinstance(value.get("train"), dict) and "eval" not in value:
             name = value["train"].get("name")
             if name in registry.processors and getattr(registry.processors.config_class(name), "augments", False):
-                kept = {key: value["train"][key] for key in ("image_size", "max_pixels") if key in value["train"]}
+                kept = {key: value["train"][key] for key in ("image_size", "max_file_pixels") if key in value["train"]}
                 return {**value, "eval": {"name": "image_eval", **kept}}
         return value
 

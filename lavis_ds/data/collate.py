@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
+from fractions import Fraction
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -33,26 +34,29 @@ class Collator:
 
     Args:
         pad_id: token id on padding.
-        image_shape: (3, H, W) of the model's pictures; None where it has no vision part.
-        tokens_per_image: tokens that a picture fills; 0 where the model has no vision part.
+        image_shape: (3, H, W) of a view of the model's pictures, (D,) of a patch; None where it has no vision part.
+        tokens_per_image: tokens that a view fills; 0 where the model has no vision part.
         datasets: names of all datasets of the run, in the order of `Sample.dataset`.
         padding_side: right for training; left for generation, so that all prompts end together.
+        merge_size: patches a side of a token, at native resolution; None elsewhere.
         pad_to_multiple_of: row lengths are rounded up to a multiple of this, which suits GPUs' matrix units.
     """
 
     def __init__(
         self,
         pad_id: int,
-        image_shape: tuple[int, int, int] | None,
+        image_shape: tuple[int, ...] | None,
         *,
-        tokens_per_image: int,
+        tokens_per_image: int | Fraction,
         datasets: Sequence[str],
         padding_side: Literal["right", "left"] = "right",
+        merge_size: int | None = None,
         pad_to_multiple_of: int = 8,
     ) -> None:
         self.pad_id, self.image_shape, self.tokens_per_image = pad_id, image_shape, tokens_per_image
         self.datasets, self.padding_side, self.pad_to_multiple_of = tuple(datasets), padding_side, pad_to_multiple_of
-        self._blank = _blank(pad_id)
+        self.merge_size = merge_size
+        self._blank = _blank(pad_id, has_grids=merge_size is not None)
 
     def __call__(self, rows: Sequence[Sequence[Sample]], unusable: Sequence[Unusable] = ()) -> Batch:
         """The batch of `rows` of checked samples; rows without samples go last and hold a token that is no target."""
@@ -77,6 +81,7 @@ class Collator:
             attention_mask=(places >= starts[:, None]) & (places < (starts + lengths)[:, None]),
             segment_ids=self._segments(joined, width),
             images=self._images(joined),
+            image_grids=self._grids(joined),
             image_index=torch.cat([n * width + starts[n] + sample.image_index for n, sample in enumerate(joined)]),
             target_index=target_index,
             target_weights=weights,
@@ -112,19 +117,28 @@ class Collator:
                 where=sample.id,
                 given=f"{tuple(sample.images.shape[1:])}",
                 expected=f"{self.image_shape}",
-                hint="Set `image_size` of the dataset's vis_processor to the vision encoder's.",
+                hint="Set `image_size` of the dataset's vis_processor to the vision encoder's."
+                if self.merge_size is None
+                else "Set the dataset's vis_processor to image_native, with the model's patch_size and merge_size.",
             )
         if sample.labels[0] != IGNORE_INDEX:
             raise DataError("the first token is a target, but nothing before it predicts it.", where=sample.id)
 
     def _padded(self, rows: Sequence[Tensor], width: int, value: float) -> Tensor:
-        padded = pad_sequence(rows, batch_first=True, padding_value=value, padding_side=self.padding_side)
+        padded = pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=self.padding_side)
         missing = width - padded.shape[1]
         return pad(padded, (missing, 0) if self.padding_side == "left" else (0, missing), value=value)
 
     def _positions(self, rows: Sequence[Sample], lengths: Tensor, width: int) -> Tensor:
+        if rows[0].position_ids.dim() == 1:
+            return self._positions_of([row.position_ids for row in rows], lengths, width)
+        return torch.stack(
+            [self._positions_of([row.position_ids[k] for row in rows], lengths, width) for k in range(3)]
+        )
+
+    def _positions_of(self, rows: Sequence[Tensor], lengths: Tensor, width: int) -> Tensor:
         """Left padding is all 0. Right padding counts on, for a restart would look like a further packed sample."""
-        positions = self._padded([row.position_ids for row in rows], width, 0)
+        positions = self._padded(rows, width, 0)
         if self.padding_side == "left":
             return positions
         behind = torch.arange(width) - (lengths - 1)[:, None]  # 1, 2, ... on padding
@@ -136,8 +150,14 @@ class Collator:
             return None
         pictures = [row.images for row in rows if row.images.shape[0]]
         if not pictures:
-            return torch.zeros((1, *self.image_shape), dtype=torch.uint8)
+            return torch.zeros(((self.merge_size or 1) ** 2, *self.image_shape), dtype=torch.uint8)
         return torch.cat(pictures, out=_shared(sum(p.shape[0] for p in pictures), self.image_shape))
+
+    def _grids(self, rows: Sequence[Sample]) -> Tensor | None:
+        if self.merge_size is None:
+            return None
+        grids = [row.image_grids for row in rows if row.image_grids is not None and row.image_grids.shape[0]]
+        return torch.cat(grids) if grids else torch.tensor([[1, self.merge_size, self.merge_size]])
 
     def _segments(self, rows: Sequence[Sample], width: int) -> Tensor | None:
         """A row of one causal sequence is all prefix."""
@@ -173,12 +193,13 @@ class Collator:
         return self._padded([*numbers, *empty], width, 0).flatten()[target_index + 1]
 
 
-def _shared(count: int, image_shape: tuple[int, int, int]) -> Tensor | None:
+def _shared(count: int, image_shape: tuple[int, ...]) -> Tensor | None:
     """In a data-loading process, memory that the trainer sees, so that pictures are not copied there once more."""
     if get_worker_info() is None:
         return None
-    size = count * math.prod(image_shape)
-    return torch.empty(0, dtype=torch.uint8).set_(torch.UntypedStorage._new_shared(size)).view(count, *image_shape)
+    new_shared: Any = torch.UntypedStorage._new_shared  # as PyTorch's own default_collate does
+    pixels = torch.empty(0, dtype=torch.uint8).set_(new_shared(count * math.prod(image_shape)))
+    return pixels.view(count, *image_shape)
 
 
 def _join(samples: Sequence[Sample]) -> Sample:
@@ -193,10 +214,13 @@ def _join(samples: Sequence[Sample]) -> Sample:
         samples[0],
         input_ids=torch.cat([sample.input_ids for sample in samples]),
         labels=torch.cat([sample.labels for sample in samples]),
-        position_ids=torch.cat([sample.position_ids for sample in samples]),
+        position_ids=torch.cat([sample.position_ids for sample in samples], dim=-1),
         segment_ids=torch.cat([_segments(sample) + d * SEGMENT_STRIDE for d, sample in enumerate(samples)]),
         target_weights=torch.cat([_weights(sample) for sample in samples]) if weighted else None,
         images=torch.cat([s.images for s in samples if len(s.images)] or [_NO_IMAGES]),
+        image_grids=None
+        if samples[0].image_grids is None
+        else torch.cat([g for s in samples if (g := s.image_grids) is not None]),
         image_index=torch.cat([start + s.image_index for start, s in zip(starts, samples, strict=False)]),
     )
 
@@ -209,11 +233,11 @@ def _weights(sample: Sample) -> Tensor:
     return torch.ones(len(sample.input_ids)) if sample.target_weights is None else sample.target_weights
 
 
-def _blank(pad_id: int) -> Sample:
+def _blank(pad_id: int, *, has_grids: bool) -> Sample:
     """What a row without samples holds."""
-    token = torch.full((1,), pad_id)
-    no_places = torch.empty(0, dtype=torch.int64)
-    return Sample("", token, torch.full_like(token, IGNORE_INDEX), torch.zeros_like(token), _NO_IMAGES, no_places)
+    token, no_places = torch.full((1,), pad_id), torch.empty(0, dtype=torch.int64)
+    position = torch.zeros((3, 1) if has_grids else (1,), dtype=torch.int64)
+    return Sample("", token, torch.full_like(token, IGNORE_INDEX), position, _NO_IMAGES, no_places)
 
 
 def _flat_index(targets: Tensor, width: int) -> Tensor:

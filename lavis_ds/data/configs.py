@@ -24,7 +24,7 @@ class ImageProcessorConfig(ProcessorConfig):
     """Options that every image processor has. Pixels stay uint8; the vision encoder normalises them."""
 
     image_size: int = Field(224, ge=1, description="height and width of the result, in pixels")
-    max_pixels: int = Field(
+    max_file_pixels: int = Field(
         89_478_485,
         ge=1,
         le=178_956_970,  # beyond it Pillow refuses by itself
@@ -125,6 +125,24 @@ class ChatConfig(ProcessorConfig):
             raise ValueError("shuffle_turns needs turns: independent; the turns of a conversation build on each other")
         if self.max_turns is not None and not self.shuffle_turns:
             raise ValueError("max_turns needs shuffle_turns, else the same questions would be left out for ever")
+        return self
+
+
+class ImageNativeConfig(ImageProcessorConfig):
+    """Each picture at its own size, in patches, within bounds (Qwen-VL); `image_size` has no meaning here."""
+
+    name: str = "image_native"
+    patch_size: int = Field(16, ge=1, description="side of a patch in pixels: 16 for Qwen3-VL, 14 for Qwen2.5-VL")
+    merge_size: int = Field(2, ge=1, description="patches a side that become one token")
+    min_pixels: int = Field(65_536, ge=1, description="smaller pictures are enlarged to this many pixels")
+    max_pixels: int = Field(
+        1_003_520, ge=1, description="larger pictures are shrunk to this many pixels; a token is a square of patches"
+    )
+
+    @model_validator(mode="after")
+    def _bounds_in_order(self) -> ImageNativeConfig:
+        if self.min_pixels > self.max_pixels:
+            raise ValueError(f"min_pixels ({self.min_pixels}) is larger than max_pixels ({self.max_pixels})")
         return self
 
 

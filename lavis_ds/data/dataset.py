@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import Dataset
 
 from lavis_ds.batch import Sample
@@ -20,6 +19,7 @@ from lavis_ds.data.builders.base import ConversationStream
 from lavis_ds.data.conversation import Conversation, Image
 from lavis_ds.data.order import SampleKey
 from lavis_ds.data.processors.base import ImageProcessor, TextProcessor
+from lavis_ds.data.processors.views import Views, as_views
 from lavis_ds.errors import DataError, LavisError, SampleError
 
 
@@ -159,16 +159,14 @@ def _with_question(conversation: Conversation) -> Conversation:
     return replace(conversation, references={**asked, **conversation.references})
 
 
-def _pixels(processor: ImageProcessor | None, image: Image, sample_id: str, rng: np.random.Generator) -> Tensor:
-    """(V, 3, H, W)."""
+def _pixels(processor: ImageProcessor | None, image: Image, sample_id: str, rng: np.random.Generator) -> Views:
     processor = _required(processor, sample_id)
-    pixels = processor(processor.open(image), rng)
-    return pixels if pixels.dim() == 4 else pixels[None]
+    return as_views(processor(processor.open(image), rng))
 
 
-def _no_pixels(processor: ImageProcessor | None, image: Image, sample_id: str) -> Tensor:
-    """(V, 3, 0, 0): all that counting tokens needs to know of a picture."""
-    return torch.empty((_required(processor, sample_id).count_views(image), 3, 0, 0), dtype=torch.uint8)
+def _no_pixels(processor: ImageProcessor | None, image: Image, sample_id: str) -> Views:
+    """All that counting tokens needs to know of a picture: V."""
+    return Views(torch.empty((_required(processor, sample_id).count_views(image), 3, 0, 0), dtype=torch.uint8))
 
 
 def _required(processor: ImageProcessor | None, sample_id: str) -> ImageProcessor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
@@ -81,13 +82,31 @@ class Model(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def tokens_per_image(self) -> int:
-        """Q, the places that a picture takes among the tokens."""
+    def tokens_per_image(self) -> int | Fraction:
+        """Q, the places that a view of a picture takes among the tokens.
+
+        At native resolution a view is a patch, and Q a fraction: 1/4 where squares of 2 x 2 patches become a token.
+        """
 
     @property
     @abstractmethod
-    def image_size(self) -> int:
-        """Height and width of the pictures, in pixels."""
+    def image_size(self) -> int | None:
+        """Height and width of the pictures, in pixels; None at native resolution."""
+
+    @property
+    def image_shape(self) -> tuple[int, ...] | None:
+        """Shape of a view: (3, H, W), or (D,) of a patch at native resolution; None where there is no vision part."""
+        return None if self.image_size is None else (3, self.image_size, self.image_size)
+
+    @property
+    def merge_size(self) -> int | None:
+        """Patches a side that become one token, in a model of native resolution; None in others."""
+        return None
+
+    @property
+    def image_marks(self) -> tuple[str, str] | None:
+        """Special tokens that stand before and after each picture, where the model was trained with such."""
+        return None
 
     def describe(self) -> dict[str, str]:
         """What the start of a run should say about choices made here, such as the attention kernel."""

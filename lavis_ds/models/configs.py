@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from lavis_ds import registry
-from lavis_ds.config.base import ComponentOf, LocalPath, NamedConfig
+from lavis_ds.config.base import ComponentOf, Config, LocalPath, NamedConfig
 from lavis_ds.config.schema import ModelConfig
 
 
@@ -161,3 +161,49 @@ class LlavaQwenConfig(VlmConfig):
     """CLIP or SigLIP, two-layer MLP, Qwen (LLaVA-1.5, https://arxiv.org/abs/2310.03744)."""
 
     arch: str = "llava_qwen"
+
+
+class QwenVLVisionConfig(Config):
+    """Options of Qwen-VL's vision tower, whose shape the whole model gives."""
+
+    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
+    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
+        "auto", description="attention kernel; auto is sdpa"
+    )
+
+
+class QwenVLLanguageConfig(QwenVLVisionConfig):
+    """Options of Qwen-VL's language model, whose shape the whole model gives."""
+
+    tokenizer: str | None = Field(None, description="hub id or folder of the tokenizer; that of `path` where left out")
+
+
+class QwenVLConfig(ModelConfig):
+    """A Qwen-VL of transformers, from a hub id or folder, or by shape."""
+
+    path: str | None = Field(None, description="hub id or local folder with config.json, weights and tokenizer")
+    config: dict[str, Any] | None = Field(
+        None, description="config.json's content, with text_config and vision_config: random weights of this shape"
+    )
+    vision: QwenVLVisionConfig = Field(default_factory=QwenVLVisionConfig, description="the vision tower")
+    language: QwenVLLanguageConfig = Field(default_factory=QwenVLLanguageConfig, description="the language model")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> QwenVLConfig:
+        if (self.path is None) == (self.config is None):
+            raise ValueError("give either `path` (a hub id or folder) or `config` (a shape with random weights)")
+        if self.path is None and self.language.tokenizer is None:
+            raise ValueError("`language.tokenizer` must be given, since `config` names no folder that holds one")
+        return self
+
+
+class Qwen2_5VLConfig(QwenVLConfig):
+    """Qwen2.5-VL (https://arxiv.org/abs/2502.13923)."""
+
+    arch: str = "qwen2_5_vl"
+
+
+class Qwen3VLConfig(QwenVLConfig):
+    """Qwen3-VL (https://arxiv.org/abs/2511.21631)."""
+
+    arch: str = "qwen3_vl"

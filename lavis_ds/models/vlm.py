@@ -1,6 +1,6 @@
 """A vision-language model of three parts: picture features become tokens among the text's.
 
-Shape suffixes: B rows, T tokens a row, N images, Q tokens an image, K targets, D the language model's width, V ids.
+Shape suffixes: B rows, T tokens a row, N images, Q tokens an image, D the language model's width.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from torch import Tensor
 from lavis_ds import registry
 from lavis_ds.batch import Batch
 from lavis_ds.errors import DataError
-from lavis_ds.models.base import Model, Work, is_frozen, matrix_elements
+from lavis_ds.models.base import Work, is_frozen, matrix_elements
 from lavis_ds.models.configs import VlmConfig
-from lavis_ds.models.loss import sum_by_dataset, token_losses
+from lavis_ds.models.next_token import NextTokenModel
 from lavis_ds.models.parts import LanguageModel, Projector, VisionEncoder
 from lavis_ds.models.splice import splice
 
 
 @registry.register_model("vlm")
-class Vlm(Model):
+class Vlm(NextTokenModel):
     """Vision encoder, projector and language model (LLaVA, https://arxiv.org/abs/2304.08485).
 
     To add a part, make it in `__init__` and override one of `encode_images`, `embed_batch`, `hidden_states`.
@@ -40,19 +40,12 @@ class Vlm(Model):
         self._tokens_per_image = projector.num_tokens(vision.num_tokens)
 
     @property
-    def tokenizer(self) -> Any:
-        return self.language.tokenizer
-
-    @property
     def tokens_per_image(self) -> int:
         return self._tokens_per_image
 
     @property
     def image_size(self) -> int:
         return self.vision.image_size
-
-    def describe(self) -> dict[str, str]:
-        return {"attention": self.language.attention}
 
     def work(self) -> Work:
         """FLOPs of matrix products: 2 a weight forward, 2 for the input's gradient, 2 for the weight's."""
@@ -89,17 +82,6 @@ class Vlm(Model):
         """Hidden states before the output layer (B, T, D)."""
         hidden_BTD: Tensor = self.language(self.embed_batch(batch), batch.position_ids, batch.segment_ids)
         return hidden_BTD
-
-    def forward(self, batch: Batch) -> tuple[Tensor, ...]:
-        """(sum of token losses, number of right targets, sums of token losses by dataset); see `Model.forward`."""
-        hidden_KD = self.hidden_states(batch).flatten(0, 1)[batch.target_index]
-        labels_K = batch.labels.flatten()[batch.target_index + 1]
-        logits_KV = self.language.logits(hidden_KD)
-        num_correct = (logits_KV.detach().argmax(-1) == labels_K).sum().float()  # an ignored label is never an argmax
-        losses_K = token_losses(logits_KV, labels_K)
-        if batch.target_weights is not None:
-            losses_K = losses_K * batch.target_weights
-        return losses_K.sum(), num_correct, sum_by_dataset(losses_K, batch)
 
     @torch.no_grad()
     def generate(self, batch: Batch, **options: Any) -> Tensor:

@@ -49,7 +49,9 @@ def build_task(config: RootConfig) -> Task:
 
 
 def text_context(config: RootConfig, model: Model) -> TextContext:
-    return TextContext(model.tokenizer, model.tokens_per_image, config.model.max_txt_len)
+    return TextContext(
+        model.tokenizer, model.tokens_per_image, config.model.max_txt_len, model.merge_size, model.image_marks
+    )
 
 
 def encoded(
@@ -94,12 +96,17 @@ def _text_processor(config: RootConfig, name: str, context: TextContext, trainin
 
 
 def collator(model: Model, data: EncodedDataset, *, padding_side: Literal["right", "left"] = "right") -> Collator:
-    size = model.image_size
-    shape = None if size is None else (3, size, size)
     tokenizer = model.tokenizer
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     names = [source.name for source in data.sources]
-    return Collator(pad_id, shape, tokens_per_image=model.tokens_per_image, datasets=names, padding_side=padding_side)
+    return Collator(
+        pad_id,
+        model.image_shape,
+        tokens_per_image=model.tokens_per_image,
+        datasets=names,
+        padding_side=padding_side,
+        merge_size=model.merge_size,
+    )
 
 
 def train_datasets(config: RootConfig, splits: Mapping[str, Datasets]) -> Datasets:

@@ -36,7 +36,7 @@ from lavis_ds.data.configs import ImageEvalConfig, ImageTrainConfig
 from lavis_ds.data.conversation import Image
 from lavis_ds.data.processors.base import ImageProcessor
 from lavis_ds.data.processors.image import ImageEval, ImageTrain, resized
-from lavis_ds.data.processors.open_image import to_tensor
+from lavis_ds.data.processors.views import as_views
 
 SIZE = 224
 MIN_SCALE = 0.5
@@ -69,7 +69,7 @@ def write_files(folder: Path, count: int, width: int, height: int) -> list[str]:
 
 def own(processor: ImageProcessor) -> Read:
     """A processor of this package."""
-    return lambda path: to_tensor(processor(processor.open(Image(path)), np.random.default_rng(0)))
+    return lambda path: as_views(processor(processor.open(Image(path)), np.random.default_rng(0))).pixels[0]
 
 
 def pillow_resize(image: PIL.Image.Image) -> Tensor:

@@ -2,9 +2,9 @@
 
     python scripts/benchmarks/packing.py --output docs/benchmarks/results/packing.json
 
-Lengths are log-normal (median 403 tokens, mean about 660), cut at the row's length. `plan` is the whole of `PackedRows`: the
-stream of samples, the packing of all windows, and nothing from the cache. `seek` is a fresh plan with the numbers of rows
-cached, and the rows of one step in the middle: what resuming costs.
+Lengths are log-normal (median 403 tokens, mean about 660), cut at the row's length. `plan` is the whole of
+`PackedRows`: the stream of samples, the packing of all windows, and nothing from the cache. `seek` is a fresh plan with
+the numbers of rows cached, and the rows of one step in the middle: what resuming costs.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, ClassVar
 
 import numpy as np
@@ -16,6 +17,7 @@ from lavis_ds.config.schema import ProcessorConfig
 from lavis_ds.data.configs import ImageProcessorConfig
 from lavis_ds.data.conversation import Conversation, Image
 from lavis_ds.data.processors.open_image import image_size, open_pixels
+from lavis_ds.data.processors.views import Views
 
 
 @dataclass(frozen=True)
@@ -24,17 +26,28 @@ class TextContext:
 
     Attributes:
         tokenizer: the language model's Hugging Face tokenizer.
-        tokens_per_image: Q; 0 where the model has no vision part.
+        tokens_per_image: Q, the tokens of a view; a fraction where views are patches; 0 without a vision part.
         max_length: longest sample in tokens.
+        merge_size: patches a side of a token, where the model has multimodal rotary positions.
+        image_marks: tokens that stand before and after each picture.
     """
 
     tokenizer: Any
-    tokens_per_image: int
+    tokens_per_image: int | Fraction
     max_length: int
+    merge_size: int | None = None
+    image_marks: tuple[str, str] | None = None
+
+    def places(self, views: Views) -> int:
+        """Tokens that a picture fills."""
+        return int(len(views) * self.tokens_per_image)
 
 
 class ImageProcessor(ABC):
-    """Picture -> pixels (3, H, W) or, in several views, (V, 3, H, W), uint8, H = W = `image_size` of the options."""
+    """Picture -> pixels (3, H, W) or, in several views, (V, 3, H, W), uint8, H = W = `image_size` of the options.
+
+    At native resolution `Views` of patches.
+    """
 
     Config: ClassVar[type[ImageProcessorConfig]] = ImageProcessorConfig
     config: ImageProcessorConfig
@@ -48,7 +61,7 @@ class ImageProcessor(ABC):
         Raises:
             DataError: it can't be read, or has too many pixels.
         """
-        return open_pixels(image, max_pixels=self.config.max_pixels, min_size=self.min_size)
+        return open_pixels(image, max_pixels=self.config.max_file_pixels, min_size=self.min_size)
 
     def count_views(self, image: Image) -> int:
         """V of the picture, from its header alone, if need be.
@@ -58,10 +71,10 @@ class ImageProcessor(ABC):
         """
         if type(self).num_views is ImageProcessor.num_views:
             return 1
-        return self.num_views(*image_size(image, max_pixels=self.config.max_pixels))
+        return self.num_views(*image_size(image, max_pixels=self.config.max_file_pixels))
 
     @abstractmethod
-    def __call__(self, image: PIL.Image.Image | Tensor, rng: np.random.Generator) -> Tensor:
+    def __call__(self, image: PIL.Image.Image | Tensor, rng: np.random.Generator) -> Tensor | Views:
         """Args:
         image: what `open` gives, or an RGB picture of Pillow's; `to_tensor` makes one of the two of them.
         rng: the only source of randomness; seeded by (seed, epoch, sample).
@@ -89,7 +102,9 @@ class TextProcessor(ABC):
         self.context = context
 
     @abstractmethod
-    def __call__(self, conversation: Conversation, images: Sequence[Tensor], rng: np.random.Generator) -> Sample:
+    def __call__(
+        self, conversation: Conversation, images: Sequence[Tensor | Views], rng: np.random.Generator
+    ) -> Sample:
         """Encode for training or for the loss in evaluation.
 
         Args:
@@ -102,7 +117,7 @@ class TextProcessor(ABC):
         """
 
     @abstractmethod
-    def prompt(self, conversation: Conversation, images: Sequence[Tensor]) -> Sample:
+    def prompt(self, conversation: Conversation, images: Sequence[Tensor | Views]) -> Sample:
         """Encode all turns up to the last assistant turn, ready to be continued; labels are all `IGNORE_INDEX`."""
 
     @property

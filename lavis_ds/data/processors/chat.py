@@ -22,8 +22,10 @@ from lavis_ds.data.configs import ChatConfig
 from lavis_ds.data.conversation import Conversation, Text, Turn
 from lavis_ds.data.processors.base import TextContext, TextProcessor
 from lavis_ds.data.processors.layouts import Exchange, Independent, InTurn, Layout, Writer
+from lavis_ds.data.processors.mrope import mrope_positions
 from lavis_ds.data.processors.templates import ChatTemplate
 from lavis_ds.data.processors.tokens import TextEncoder, Tokens
+from lavis_ds.data.processors.views import Views, as_views
 from lavis_ds.data.tokenizer import CHAT_TEMPLATE, SPECIAL_TOKENS
 from lavis_ds.errors import ConfigError, DataError
 
@@ -56,33 +58,42 @@ class Chat(TextProcessor):
         ids = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, template.end)
         filler = next(i for i in ids if i is not None)
         self._end = template.end
-        self._writer = Writer(encoder, template, filler, learns_all=config.train_on == "all")
+        marks = image_marks(context, encoder)
+        self._writer = Writer(encoder, template, filler, marks, learns_all=config.train_on == "all")
+        if context.merge_size is not None and config.turns == "independent":
+            raise ConfigError(
+                "independent questions can't stand side by side with positions in time, height and width.",
+                where="text_processor.turns",
+                hint="Set `turns: conversation` for this model.",
+            )
 
-    def __call__(self, conversation: Conversation, images: Sequence[Tensor], rng: np.random.Generator) -> Sample:
-        images = [_views(pixels) for pixels in images]
-        layout = self._layout(conversation, images)
+    def __call__(
+        self, conversation: Conversation, images: Sequence[Tensor | Views], rng: np.random.Generator
+    ) -> Sample:
+        pictures = [as_views(pixels) for pixels in images]
+        layout = self._layout(conversation, pictures)
         exchanges = layout.exchanges
         if self.config.shuffle_turns:
             exchanges = [exchanges[i] for i in rng.permutation(len(exchanges))[: self.config.max_turns]]
-        prefix, segments, num_dropped = self._fitting(layout, exchanges, conversation, images)
+        prefix, segments, num_dropped = self._fitting(layout, exchanges, conversation, pictures)
         if self.config.train_on == "last":
             for segment in segments[:-1]:
                 segment.weights = [0.0] * len(segment)
-        sample = sample_of(conversation, [prefix, *segments], images, num_dropped=num_dropped)
+        sample = sample_of(conversation, [prefix, *segments], pictures, self.context, num_dropped=num_dropped)
         is_split = self.config.turns == "independent" and len(segments) > 1
         return _with_segments(sample, prefix, segments) if is_split else sample
 
-    def prompt(self, conversation: Conversation, images: Sequence[Tensor]) -> Sample:
+    def prompt(self, conversation: Conversation, images: Sequence[Tensor | Views]) -> Sample:
         """As the base class says: exactly what stands before the answer when it is learned."""
-        images = [_views(pixels) for pixels in images]
+        pictures = [as_views(pixels) for pixels in images]
         if not (conversation.turns and conversation.turns[-1].role == "assistant"):
             conversation = replace(conversation, turns=(*conversation.turns, Turn("assistant", ())))
-        layout = self._layout(conversation, images)
+        layout = self._layout(conversation, pictures)
         asked = layout.exchanges[-1:] if self.config.turns == "independent" else layout.exchanges
         prefix, segments = layout.encode(asked, open_end=True)
-        sample = sample_of(conversation, [prefix, *segments], images, needs_target=False)
+        sample = sample_of(conversation, [prefix, *segments], pictures, self.context, needs_target=False)
         if len(sample.input_ids) > self.context.max_length:
-            raise self._too_long("the prompt", len(sample.input_ids), conversation, images)
+            raise self._too_long("the prompt", len(sample.input_ids), conversation, pictures)
         return replace(sample, labels=torch.full_like(sample.labels, IGNORE_INDEX), target_weights=None)
 
     @property
@@ -99,17 +110,17 @@ class Chat(TextProcessor):
         answer = list(takewhile(lambda i: i not in self.stop_ids, ids))
         return str(self._tokenizer.decode(answer, skip_special_tokens=True, clean_up_tokenization_spaces=False)).strip()
 
-    def _layout(self, conversation: Conversation, images: Sequence[Tensor]) -> Layout:
+    def _layout(self, conversation: Conversation, images: Sequence[Views]) -> Layout:
         self._check(conversation, images)
         turns = conversation.turns
         if self.config.system is not None and not (turns and turns[0].role == "system"):
             system = Turn("system", (Text(self.config.system),))
             conversation = replace(conversation, turns=(system, *turns))
-        places = [len(pixels) * self.context.tokens_per_image for pixels in images]
+        places = [self.context.places(pixels) for pixels in images]
         layout = Independent if self.config.turns == "independent" else InTurn
         return layout(self._writer, conversation, places)
 
-    def _check(self, conversation: Conversation, images: Sequence[Tensor]) -> None:
+    def _check(self, conversation: Conversation, images: Sequence[Views]) -> None:
         places = len(conversation.images)
         if places != len(images):
             raise DataError(f"{len(images)} pictures were given for {places} places.", where=conversation.id)
@@ -122,7 +133,7 @@ class Chat(TextProcessor):
             )
 
     def _fitting(
-        self, layout: Layout, exchanges: Sequence[Exchange], conversation: Conversation, images: Sequence[Tensor]
+        self, layout: Layout, exchanges: Sequence[Exchange], conversation: Conversation, images: Sequence[Views]
     ) -> tuple[Tokens, list[Tokens], int]:
         """What of the exchanges `max_length` has room for, and how many turns that leaves out or cuts."""
         limit, policy = self.context.max_length, self.config.too_long
@@ -146,7 +157,7 @@ class Chat(TextProcessor):
                     return prefix, segments, num_dropped + num_cut
         raise self._too_long("the first question with its answer", int(lengths[0]), conversation, images)
 
-    def _too_long(self, what: str, length: int, conversation: Conversation, images: Sequence[Tensor]) -> DataError:
+    def _too_long(self, what: str, length: int, conversation: Conversation, images: Sequence[Views]) -> DataError:
         views = sum(map(len, images))
         in_views = f" in {views} views" if views != len(images) else ""
         return DataError(
@@ -156,11 +167,6 @@ class Chat(TextProcessor):
             expected=f"at most {self.context.max_length}",
             hint="Raise model.max_txt_len, or leave the sample out.",
         )
-
-
-def _views(pixels: Tensor) -> Tensor:
-    """(V, 3, H, W), also of what image processors with one view give."""
-    return pixels if pixels.dim() == 4 else pixels[None]
 
 
 def _template(choice: str, tokenizer: Any, encoder: TextEncoder) -> ChatTemplate:
@@ -198,10 +204,17 @@ def _check_plain(special: Iterable[str], tokenizer: Any, encoder: TextEncoder) -
             )
 
 
+def image_marks(context: TextContext, encoder: TextEncoder) -> tuple[Sequence[int], Sequence[int]]:
+    """Ids that stand before and after each picture; none for most models."""
+    before, after = context.image_marks or ("", "")
+    return encoder.markup(before, is_first=False), encoder.markup(after, is_first=False)
+
+
 def sample_of(
     conversation: Conversation,
     pieces: Sequence[Tokens],
-    images: Sequence[Tensor],
+    images: Sequence[Views],
+    context: TextContext,
     *,
     num_dropped: int = 0,
     needs_target: bool = True,
@@ -228,13 +241,25 @@ def sample_of(
         id=conversation.id,
         input_ids=torch.from_numpy(ids),
         labels=torch.from_numpy(np.where(weights > 0, ids, IGNORE_INDEX)),
-        position_ids=torch.arange(len(tokens)),
-        images=_joined(kept),
+        position_ids=_positions(tokens, kept, context.merge_size),
+        images=_joined([views.pixels for views in kept]),
+        image_grids=_grids(kept) if context.merge_size is not None else None,
         image_index=tokens.image_index,
         target_weights=torch.from_numpy(weights) if set(tokens.weights) - {0.0, 1.0} else None,
         num_dropped_turns=num_dropped,
         references=conversation.references,
     )
+
+
+def _positions(tokens: Tokens, pictures: Sequence[Views], merge_size: int | None) -> Tensor:
+    grids = [views.grid for views in pictures if views.grid is not None]
+    if merge_size is None or len(grids) < len(pictures):  # where tokens are counted, nobody asks for positions
+        return torch.arange(len(tokens))
+    return mrope_positions(len(tokens), tokens.pictures, grids, merge_size)
+
+
+def _grids(pictures: Sequence[Views]) -> Tensor:
+    return torch.tensor([views.grid or (0, 0, 0) for views in pictures], dtype=torch.int64).view(-1, 3)
 
 
 def _joined(pictures: Sequence[Tensor]) -> Tensor:

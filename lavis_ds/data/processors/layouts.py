@@ -24,12 +24,14 @@ class Writer:
         encoder: text to ids.
         template: what stands around turns.
         filler: id on places of pictures.
+        marks: ids before and after each picture.
         learns_all: whether what users say is a target too.
     """
 
     encoder: TextEncoder
     template: ChatTemplate
     filler: int
+    marks: tuple[Sequence[int], Sequence[int]]
     learns_all: bool
 
     def frames(self, sample_id: str, turns: Iterable[Turn]) -> tuple[Frame, ...]:
@@ -67,7 +69,9 @@ class Writer:
             if isinstance(part, Text):
                 tokens.add(self.encoder.text(part.text), weight)
             elif isinstance(part, Image):
+                tokens.add(self.marks[0])
                 tokens.add_picture(self.filler, next(places))
+                tokens.add(self.marks[1])
             else:
                 raise TypeError("videos must have become pictures before a conversation is encoded")
 

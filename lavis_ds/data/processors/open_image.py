@@ -134,7 +134,7 @@ def _check_pixels(picture: PIL.Image.Image, max_pixels: int, name: str) -> None:
             where=name,
             given=f"{picture.width} x {picture.height} = {picture.width * picture.height:,} pixels",
             expected=f"at most {max_pixels:,}",
-            hint="Scale it down, or raise `max_pixels` of the vis_processor.",
+            hint="Scale it down, or raise `max_file_pixels` of the vis_processor.",
         )
 
 

@@ -14,8 +14,9 @@ from lavis_ds.batch import IGNORE_INDEX, Sample
 from lavis_ds.data.configs import PlainConfig
 from lavis_ds.data.conversation import Conversation, Text
 from lavis_ds.data.processors.base import TextContext, TextProcessor
-from lavis_ds.data.processors.chat import sample_of
+from lavis_ds.data.processors.chat import image_marks, sample_of
 from lavis_ds.data.processors.tokens import TextEncoder, Tokens
+from lavis_ds.data.processors.views import Views, as_views
 from lavis_ds.errors import ConfigError, DataError
 
 
@@ -42,9 +43,13 @@ class Plain(TextProcessor):
         self._encoder = TextEncoder(tokenizer)
         self._first = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
         self._end = int(tokenizer.eos_token_id)
+        self._marks = image_marks(context, self._encoder)
 
-    def __call__(self, conversation: Conversation, images: Sequence[Tensor], rng: np.random.Generator) -> Sample:
-        tokens = self._pictures(conversation, images)
+    def __call__(
+        self, conversation: Conversation, images: Sequence[Tensor | Views], rng: np.random.Generator
+    ) -> Sample:
+        pictures = [as_views(pixels) for pixels in images]
+        tokens = self._pictures(conversation, pictures)
         for turn in conversation.turns:
             if turn.role == "assistant":
                 for part in turn.content:
@@ -52,14 +57,15 @@ class Plain(TextProcessor):
                         tokens.add(self._encoder.text(part.text), turn.weight)
         tokens.add([self._end], 1.0)
         num_cut = self._cut(tokens, conversation)
-        return sample_of(conversation, [tokens], images, num_dropped=num_cut)
+        return sample_of(conversation, [tokens], pictures, self.context, num_dropped=num_cut)
 
-    def prompt(self, conversation: Conversation, images: Sequence[Tensor]) -> Sample:
+    def prompt(self, conversation: Conversation, images: Sequence[Tensor | Views]) -> Sample:
         """As the base class says: the pictures alone."""
-        tokens = self._pictures(conversation, images)
+        pictures = [as_views(pixels) for pixels in images]
+        tokens = self._pictures(conversation, pictures)
         if not tokens.ids:
             raise DataError("without pictures there is nothing to continue.", where=conversation.id)
-        sample = sample_of(conversation, [tokens], images, needs_target=False)
+        sample = sample_of(conversation, [tokens], pictures, self.context, needs_target=False)
         return replace(sample, labels=torch.full_like(sample.labels, IGNORE_INDEX))
 
     @property
@@ -70,13 +76,15 @@ class Plain(TextProcessor):
         text = self.context.tokenizer.decode(list(takewhile(lambda i: i != self._end, ids)), skip_special_tokens=True)
         return str(text).strip()
 
-    def _pictures(self, conversation: Conversation, images: Sequence[Tensor]) -> Tokens:
+    def _pictures(self, conversation: Conversation, images: Sequence[Views]) -> Tokens:
         if len(images) and self.context.tokens_per_image == 0:
             raise DataError("the sample has pictures, but the model has no vision part.", where=conversation.id)
         tokens = Tokens()
         tokens.add(self._first)
-        for pixels in images:
-            tokens.add_picture(self._end, len(pixels) * self.context.tokens_per_image)
+        for views in images:
+            tokens.add(self._marks[0])
+            tokens.add_picture(self._end, self.context.places(views))
+            tokens.add(self._marks[1])
         return tokens
 
     def _cut(self, tokens: Tokens, conversation: Conversation) -> int:

@@ -51,11 +51,7 @@ class HFCausalLM(LanguageModel):
         return embeds_BTDl
 
     def forward(self, embeds_BTDl: Tensor, position_ids_BT: Tensor, segment_ids_BT: Tensor | None = None) -> Tensor:
-        mask_B1TT = None
-        if segment_ids_BT is not None:
-            self._check_segments()
-            additive = embeds_BTDl.dtype if self.attention == "eager" else None
-            mask_B1TT = attention_mask(segment_ids_BT, additive)
+        mask_B1TT = self._mask(embeds_BTDl, segment_ids_BT)
         output = self.lm.get_decoder()(
             inputs_embeds=embeds_BTDl, position_ids=position_ids_BT, attention_mask=mask_B1TT, use_cache=False
         )
@@ -124,8 +120,15 @@ class HFCausalLM(LanguageModel):
                     f"a {self.lm.config.model_type} scales its logits ({key}), which is not supported.", where=_WHERE
                 )
 
+    def _mask(self, embeds_BTDl: Tensor, segment_ids_BT: Tensor | None) -> Tensor | None:
+        """What `attention_mask` of the decoder must be; None where rows are plainly causal."""
+        if segment_ids_BT is None:
+            return None
+        self._check_segments()
+        return attention_mask(segment_ids_BT, embeds_BTDl.dtype if self.attention == "eager" else None)
+
     def _check_segments(self) -> None:
-        kinds = set(getattr(self.lm.config, "layer_types", None) or ["full_attention"])
+        kinds = set(getattr(self.lm.config.get_text_config(), "layer_types", None) or ["full_attention"])
         if self.attention == "flash_attention_2" or kinds != {"full_attention"}:
             raise ConfigError(
                 "independent questions and packed rows need the attention kernel sdpa or eager, and full attention in "

@@ -14,8 +14,10 @@ from lavis_ds.data import video
 from lavis_ds.data.conversation import Conversation, Image, Text
 from lavis_ds.data.order import SampleKey
 from lavis_ds.data.processors.base import ImageProcessor
+from lavis_ds.data.processors.native import unpatched
 from lavis_ds.data.processors.open_image import image_size
 from lavis_ds.errors import DataError
+from lavis_ds.models.base import Model
 from lavis_ds.runners.data_tools.encoded import Encoded
 from lavis_ds.runners.data_tools.token_text import Piece, pieces, visible
 
@@ -28,11 +30,13 @@ class Picture:
         image: the original.
         size: (width, height) of it, upright.
         views: (V, 3, H, W) uint8, what the model sees; none where the picture was left out with its turn.
+        num_tokens: places it takes among the tokens.
     """
 
     image: Image
     size: tuple[int, int]
     views: Tensor
+    num_tokens: int
 
 
 @dataclass(frozen=True)
@@ -89,7 +93,7 @@ def look(encoded: Encoded, key: SampleKey) -> Look:
         return Look(sample_id, key.index, error=str(error), raw=tuple(_raw(encoded, key)))
     source = encoded.data.sources[key.dataset]
     conversation = video.expand(encoded.conversation(key), source.video)
-    pictures = _pictures(sample, conversation, source.image_processor)
+    pictures = _pictures(sample, conversation, source.image_processor, encoded.model)
     stretches = _stretches(sample, pictures, encoded)
     return Look(sample.id, key.index, sample, pictures=pictures, stretches=tuple(stretches))
 
@@ -108,21 +112,27 @@ def _raw(encoded: Encoded, key: SampleKey) -> Iterator[tuple[str, str]]:
         yield turn.role, visible("".join(parts))
 
 
-def _pictures(sample: Sample, conversation: Conversation, processor: ImageProcessor | None) -> tuple[Picture, ...]:
+def _pictures(
+    sample: Sample, conversation: Conversation, processor: ImageProcessor | None, model: Model
+) -> tuple[Picture, ...]:
     """All pictures of the conversation with their views; those left out with their turns come last and have none."""
     if processor is None:
         return ()
     pictures, start = [], 0
-    for image in conversation.images:
+    for number, image in enumerate(conversation.images):
         views = sample.images[start : start + processor.count_views(image)]
-        pictures.append(Picture(image, image_size(image, max_pixels=processor.config.max_pixels), views))
-        start += len(views)
+        start, num_tokens = start + len(views), int(len(views) * model.tokens_per_image)
+        if model.merge_size is not None and sample.image_grids is not None and len(views):
+            frames, rows, columns = sample.image_grids[number].tolist()
+            views = unpatched(views, (frames, rows, columns), model.merge_size)[None]
+        size = image_size(image, max_pixels=processor.config.max_file_pixels)
+        pictures.append(Picture(image, size, views, num_tokens))
     return tuple(pictures)
 
 
 def _stretches(sample: Sample, pictures: Sequence[Picture], encoded: Encoded) -> Iterator[Stretch]:
     ids: list[int] = sample.input_ids.tolist()
-    columns = (_picture_of_token(sample, pictures, encoded.model.tokens_per_image), _weights(sample), _segments(sample))
+    columns = (_picture_of_token(sample, pictures), _weights(sample), _segments(sample))
     kinds = list(zip(*(column.tolist() for column in columns), strict=True))
     for (picture, weight, segment), group in groupby(range(len(ids)), key=kinds.__getitem__):
         places = list(group)
@@ -131,9 +141,9 @@ def _stretches(sample: Sample, pictures: Sequence[Picture], encoded: Encoded) ->
         yield Stretch(places[0], len(own), None if picture < 0 else picture, text, weight, segment)
 
 
-def _picture_of_token(sample: Sample, pictures: Sequence[Picture], tokens_per_image: int) -> Tensor:
+def _picture_of_token(sample: Sample, pictures: Sequence[Picture]) -> Tensor:
     """(S,) number of the picture whose place each token is; -1 for text."""
-    counts = torch.tensor([len(picture.views) * tokens_per_image for picture in pictures], dtype=torch.int64)
+    counts = torch.tensor([picture.num_tokens for picture in pictures], dtype=torch.int64)
     result = torch.full_like(sample.input_ids, -1)
     result[sample.image_index] = torch.arange(len(pictures)).repeat_interleave(counts)
     return result

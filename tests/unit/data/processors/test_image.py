@@ -157,7 +157,7 @@ class TestScaledDecode:
 
 
 def test_too_many_pixels_are_refused_by_the_processors_own_limit() -> None:
-    process = ImageEval(ImageEvalConfig(max_pixels=99))
+    process = ImageEval(ImageEvalConfig(max_file_pixels=99))
     assert process.open(Image("a.png", PIL.Image.new("RGB", (9, 11)))).shape == (3, 11, 9)
     with pytest.raises(DataError, match=r"10 x 10 = 100 pixels.*at most 99"):
         process.open(Image("a.png", PIL.Image.new("RGB", (10, 10))))
@@ -169,8 +169,8 @@ class TestEvaluationWithoutItsOwnProcessor:
 
     def test_what_augments_becomes_a_plain_resize_of_the_same_size(self) -> None:
         for name in ("image_train", "blip2_image_train"):
-            train = {"name": name, "image_size": 96, "max_pixels": 5000, "horizontal_flip": True}
-            assert self.evaluation(train) == ImageEvalConfig(image_size=96, max_pixels=5000)
+            train = {"name": name, "image_size": 96, "max_file_pixels": 5000, "horizontal_flip": True}
+            assert self.evaluation(train) == ImageEvalConfig(image_size=96, max_file_pixels=5000)
 
     @pytest.mark.parametrize(
         "train",

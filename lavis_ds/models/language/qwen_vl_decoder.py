@@ -1,0 +1,135 @@
+"""Qwen-VL's language model: rotary positions along time, height and width, and picture features for its first layers.
+
+Shape suffixes: B rows, T tokens a row, Q picture tokens, Dl width.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lavis_ds.errors import DataError
+from lavis_ds.models.configs import QwenVLLanguageConfig
+from lavis_ds.models.language.hf_causal_lm import HFCausalLM
+from lavis_ds.models.parts import LanguageModel
+
+
+class DeepStack(NamedTuple):
+    """What is added to hidden states behind the decoder's first layers (https://arxiv.org/abs/2406.04334).
+
+    Attributes:
+        mask_BT: where, bool; True at Q positions.
+        features: for each of the layers (Q, Dl), in the order of the flat positions.
+    """
+
+    mask_BT: Tensor
+    features: tuple[Tensor, ...]
+
+    @classmethod
+    def at(cls, image_index_M: Tensor, features: tuple[Tensor, ...], shape: tuple[int, int]) -> DeepStack | None:
+        """Features of picture tokens at their places; None where the tower gives none.
+
+        With M = 0 (the blank picture of a batch without pictures) they enter with weight zero at the first position, so
+        that the graph and every collective are the same on all ranks.
+        """
+        if not features:
+            return None
+        mask_F = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=image_index_M.device)
+        if image_index_M.numel() == 0:
+            mask_F[0] = True
+            return cls(mask_F.view(shape), tuple((feature * 0).sum(0, keepdim=True) for feature in features))
+        order_M = image_index_M.argsort()
+        mask_F[image_index_M] = True
+        return cls(mask_F.view(shape), tuple(feature[order_M] for feature in features))
+
+    def repeated(self, times: int) -> DeepStack:
+        """For rows of which each stands `times` times in a row, as beam search makes them."""
+        numbers_BT = torch.zeros_like(self.mask_BT, dtype=torch.long)
+        numbers_BT[self.mask_BT] = torch.arange(len(self.features[0]), device=numbers_BT.device)
+        mask_BT = self.mask_BT.repeat_interleave(times, 0)
+        numbers_Q = numbers_BT.repeat_interleave(times, 0)[mask_BT]
+        return DeepStack(mask_BT, tuple(feature[numbers_Q] for feature in self.features))
+
+    def options(self) -> dict[str, Any]:
+        """As the decoder of transformers takes it."""
+        return {"visual_pos_masks": self.mask_BT, "deepstack_visual_embeds": list(self.features)}
+
+
+class QwenVLDecoder(HFCausalLM):
+    """Decoder and output layer of a Qwen-VL of transformers, and its tokenizer.
+
+    Args:
+        whole: the Hugging Face model; its vision tower is no part of this.
+        config: options of this part.
+        tokenizer: the model's.
+    """
+
+    def __init__(self, whole: Any, config: QwenVLLanguageConfig, tokenizer: Any) -> None:
+        LanguageModel.__init__(self)  # not HFCausalLM's, which builds a model of its own
+        object.__setattr__(self, "lm", whole)  # `generate` needs all of it; its modules are registered once, here:
+        self.decoder: Any = whole.model.language_model
+        self.lm_head: Any = whole.lm_head
+        text = self.decoder.config
+        self.tokenizer = tokenizer
+        self.attention = str(text._attn_implementation)
+        self.hidden_size, self.vocab_size = int(text.hidden_size), int(text.vocab_size)
+        self.num_layers = int(text.num_hidden_layers)
+        self._check()
+        if config.gradient_checkpointing:
+            self.decoder.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def forward(
+        self,
+        embeds_BTDl: Tensor,
+        position_ids_BT: Tensor,
+        segment_ids_BT: Tensor | None = None,
+        deepstack: DeepStack | None = None,
+    ) -> Tensor:
+        """See `LanguageModel.forward`; positions are (3, B, T).
+
+        Raises:
+            DataError: positions are (B, T), as models with fixed-size pictures have them.
+        """
+        if position_ids_BT.dim() != 3:
+            raise DataError(
+                "these positions do not suit the model.",
+                given=f"shape {tuple(position_ids_BT.shape)}",
+                expected="(3, B, T), for time, height and width",
+            )
+        output = self.decoder(
+            inputs_embeds=embeds_BTDl,
+            position_ids=position_ids_BT,
+            attention_mask=self._mask(embeds_BTDl, segment_ids_BT),
+            use_cache=False,
+            **(deepstack.options() if deepstack else {}),
+        )
+        hidden_BTDl: Tensor = output.last_hidden_state
+        return hidden_BTDl
+
+    @torch.no_grad()
+    def continue_prompts(
+        self,
+        embeds_BTDl: Tensor,
+        attention_mask_BT: Tensor,
+        position_ids_3BT: Tensor,
+        deepstack: DeepStack | None,
+        **options: Any,
+    ) -> Tensor:
+        """As `generate`, with positions of the prompts, and features for the first layers."""
+        # A token after a picture comes after its largest position; transformers counts on from the last one's.
+        lag_3B1 = position_ids_3BT.amax((0, 2))[None, :, None] - position_ids_3BT[..., -1:]
+
+        def complete(_: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            times = len(given["inputs_embeds"]) // len(embeds_BTDl)
+            if given["past_key_values"].get_seq_length() == 0:  # the prompts; later calls bring the new tokens alone
+                stack = deepstack.repeated(times) if deepstack and times > 1 else deepstack
+                return args, {**given, **(stack.options() if stack else {})}
+            return args, {**given, "position_ids": given["position_ids"] + lag_3B1.repeat_interleave(times, 1)}
+
+        handle = self.decoder.register_forward_pre_hook(complete, with_kwargs=True)
+        try:
+            return self.generate(embeds_BTDl, attention_mask_BT, position_ids=position_ids_3BT, **options)
+        finally:
+            handle.remove()

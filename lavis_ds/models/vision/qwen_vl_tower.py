@@ -1,0 +1,93 @@
+"""Qwen-VL's tower of native resolution: pictures of any size are rows of patches, and the merger makes them tokens.
+
+Shape suffixes: P patches of all pictures, D numbers a patch, N pictures, Q tokens of all pictures, Dl language width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lavis_ds.errors import DataError
+from lavis_ds.models.parts import Part
+
+
+class PatchNorm(nn.Module):
+    """Patches (P, D) uint8 -> (x / 255 - mean) / std in float32; the channel is the slowest index within D.
+
+    Args:
+        mean: of each channel, for pixels in 0..1.
+        std: of each channel.
+        patch_elements: D.
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float], patch_elements: int) -> None:
+        super().__init__()
+        self.patch_elements = patch_elements
+        self.mean: Tensor
+        self.std: Tensor
+        self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(-1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std, dtype=torch.float32).view(-1, 1), persistent=False)
+
+    def forward(self, patches_PD: Tensor) -> Tensor:
+        """Normalised patches.
+
+        Raises:
+            DataError: they are not uint8, or of another size.
+        """
+        if patches_PD.dtype != torch.uint8 or patches_PD.shape[1:] != (self.patch_elements,):
+            raise DataError(
+                "these patches do not suit the vision tower.",
+                given=f"{patches_PD.dtype} of shape {tuple(patches_PD.shape)}",
+                expected=f"torch.uint8 of shape (P, {self.patch_elements})",
+                hint="Use an image processor of native resolution with the model's patch_size.",
+            )
+        pixels_PCE = patches_PD.unflatten(1, (len(self.mean), -1)).float() / 255
+        return ((pixels_PCE - self.mean) / self.std).flatten(1)
+
+
+class QwenVLTower(Part):
+    """The vision tower of a Qwen2.5-VL or Qwen3-VL of transformers, with its merger.
+
+    Args:
+        tower: `model.visual` of the whole model.
+        mean: of each channel in pretraining, for pixels in 0..1.
+        std: of each channel.
+
+    Attributes:
+        merge_size: patches a side that become one token.
+        patch_elements: D = channels * frames * rows * columns of a patch.
+    """
+
+    def __init__(self, tower: Any, mean: Sequence[float], std: Sequence[float]) -> None:
+        super().__init__()
+        config = tower.config
+        self.merge_size = int(config.spatial_merge_size)
+        self.patch_elements = int(config.in_channels * config.temporal_patch_size * config.patch_size**2)
+        self.attention = str(config._attn_implementation)
+        self.tower: Any = tower
+        self.pixels = PatchNorm(mean, std, self.patch_elements)
+
+    def forward(self, patches_PD: Tensor, grids_N3: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """Tokens (Q, Dl), and as many (Q, Dl) again for each of the decoder's first layers (DeepStack; may be none).
+
+        Args:
+            patches_PD: see `lavis_ds.batch.Batch.images`.
+            grids_N3: see `lavis_ds.batch.Batch.image_grids`.
+
+        Raises:
+            DataError: patches are of another kind, or not as many as the grids say.
+        """
+        pixels_PD = self.pixels(patches_PD)
+        num_patches = int(grids_N3.prod(-1).sum())
+        if num_patches != len(patches_PD) or (grids_N3[:, 1:] % self.merge_size).any():
+            raise DataError(
+                "the patches do not fill the pictures' grids.",
+                given=f"{len(patches_PD)} patches, grids {grids_N3.tolist()[:4]}",
+                expected=f"{num_patches} patches, heights and widths that are multiples of {self.merge_size}",
+            )
+        output = self.tower(pixels_PD.to(next(self.tower.parameters()).dtype), grid_thw=grids_N3, return_dict=True)
+        return output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ())
