@@ -76,6 +76,11 @@ def broken_plugin(tree: dict[str, Any], folder: Path) -> None:
     tree["plugins"] = "parts.py"
 
 
+def packs_of_drawn_turns(tree: dict[str, Any], folder: Path) -> None:
+    tree["data"] = {"batching": "packed"}
+    tree["datasets"]["tiny"]["text_processor"] = {"name": "chat", "turns": "independent", "shuffle_turns": True}
+
+
 CASES: dict[str, tuple[Edit, list[str]]] = {
     "arch": (put("model.arch", "vml"), ["model", "no model named 'vml'", "Did you mean 'vlm'?"]),
     "no arch": (without("model.arch"), ["model", "`arch` must name a model"]),
@@ -115,6 +120,31 @@ CASES: dict[str, tuple[Edit, list[str]]] = {
     "annotation file": (
         put("datasets.tiny.annotations.train", "/no/such.json"),
         ["/no/such.json", "no such annotation file"],
+    ),
+    "weights for some": (
+        lambda tree, folder: tree["datasets"].update(
+            more={**tree["datasets"]["tiny"], "weight": 2.0},
+        ),
+        ["datasets", "some datasets have a `weight`", "tiny"],
+    ),
+    "temperature": (put("data", {"temperature": 0.5}), ["data.temperature", "greater than or equal to 1"]),
+    "batching": (put("data", {"batching": "pack"}), ["data.batching", "'packed'"]),
+    "short packs": (put("data", {"batching": "packed", "pack_length": 16}), ["data.pack_length (16)", "max_txt_len"]),
+    "packs of drawn turns": (
+        packs_of_drawn_turns,
+        ["datasets.tiny.text_processor", "anew every epoch", "shuffle_turns"],
+    ),
+    "two frame rates": (
+        put("datasets.tiny.video", {"fps": 1, "num_frames": 4}),
+        ["datasets.tiny.video", "num_frames (4) and fps"],
+    ),
+    "shards": (
+        put("datasets.tiny", {"builder": "webdataset", "annotations": {"train": "none/{0..3}.tar"}}),
+        ["none/0.tar"],
+    ),
+    "bounds of pictures": (
+        put("datasets.tiny.vis_processor.train", {"name": "image_native", "min_pixels": 10, "max_pixels": 5}),
+        ["vis_processor.train", "min_pixels (10)"],
     ),
     "annotations not JSON": (annotations("[{"), ["train.json", "JSON"]),
     "annotations empty": (annotations([]), ["train.json"]),

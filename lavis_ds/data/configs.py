@@ -117,6 +117,11 @@ class ChatConfig(ProcessorConfig):
         "all of it; or, with `cut`, the end of the first answer that does not fit and all after it",
     )
 
+    @property
+    def has_fixed_lengths(self) -> bool:
+        """Which questions are drawn, and which fit, changes from epoch to epoch where they are shuffled."""
+        return not self.shuffle_turns
+
     @model_validator(mode="after")
     def _check_combinations(self) -> ChatConfig:
         if self.turns == "independent" and self.train_on != "assistant":

@@ -12,6 +12,7 @@ from pydantic import BaseModel
 
 from lavis_ds import registry
 from lavis_ds.config.schema import RootConfig
+from lavis_ds.data import mixture
 from lavis_ds.data.builders.base import ConversationStream
 from lavis_ds.data.conversation import Conversation
 from lavis_ds.engines import ds_config
@@ -52,6 +53,7 @@ def check(config: RootConfig, *, world_size: int) -> Preflight:
     notices: list[str] = []
     splits = read(config, [*run.train_splits, *run.valid_splits, *run.test_splits], notices)
     _check_streams(config, splits)
+    _check_rows(config, splits)
     return Preflight(plan, splits, tuple(notices))
 
 
@@ -95,6 +97,21 @@ def read_split(
     if notices is not None:
         notices += [line for builder in having.values() for line in builder.notices]
     return built
+
+
+def _check_rows(config: RootConfig, splits: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises:
+    ConfigError: the mixture is not clear, or rows are planned by lengths that a processor draws anew every epoch.
+    """
+    names = dict.fromkeys(name for split in config.run.train_splits for name in splits[split])
+    mixture.quotas(config.datasets, dict.fromkeys(names, 1), config.data)
+    for name in names if config.data.batching != "padded" else ():
+        if not config.datasets[name].text_processor.train.has_fixed_lengths:
+            raise ConfigError(
+                f"data.batching: {config.data.batching} plans by lengths, which this processor draws anew every epoch.",
+                where=f"datasets.{name}.text_processor",
+                hint="Leave `shuffle_turns` and `max_turns` out, or set data.batching to padded.",
+            )
 
 
 def _check_streams(config: RootConfig, splits: Mapping[str, Mapping[str, Any]]) -> None:

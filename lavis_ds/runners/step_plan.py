@@ -20,7 +20,6 @@ from lavis_ds.data.plan import GroupedRows, PackedRows, PlainRows, Row, RowPlan,
 from lavis_ds.data.stream import StreamPlan
 from lavis_ds.engines.base import Engine
 from lavis_ds.engines.ds_config import BatchPlan
-from lavis_ds.errors import ConfigError
 from lavis_ds.models.base import Work
 
 
@@ -49,7 +48,7 @@ def row_plan(config: RootConfig, data: EncodedDataset, rows_a_step: int) -> tupl
     total = (run.max_epoch or 0) * order.total
     if options.batching == "padded":
         return PlainRows(order, rows_a_step, total or (run.max_steps or 0) * rows_a_step), None
-    counts = token_counts(config, data)
+    counts = count_tokens(config, data)
     if options.batching == "grouped":
         total = total or (run.max_steps or 0) * rows_a_step
         return GroupedRows(order, rows_a_step, total, counts, options.plan_window), counts
@@ -58,24 +57,8 @@ def row_plan(config: RootConfig, data: EncodedDataset, rows_a_step: int) -> tupl
     return PackedRows(order, rows_a_step, counts, capacity, options.plan_window, **steps), counts
 
 
-def token_counts(config: RootConfig, data: EncodedDataset) -> TokenCounts:
-    """Tokens of every training sample; counted once, then read from the cache.
-
-    Raises:
-        ConfigError: a processor draws lengths anew every epoch.
-    """
-    for source in data.sources:
-        if not source.text_processor.has_fixed_lengths:
-            raise ConfigError(
-                f"data.batching: {config.data.batching} plans by lengths, which this processor draws anew every epoch.",
-                where=f"datasets.{source.name}.text_processor",
-                hint="Leave `shuffle_turns` and `max_turns` out, or set data.batching to padded.",
-            )
-    return count_tokens(config, data)
-
-
 def count_tokens(config: RootConfig, data: EncodedDataset) -> TokenCounts:
-    """As `token_counts`; where a processor draws lengths, those of one draw."""
+    """Tokens of every training sample, counted once and then read from the cache; of one draw, where they are drawn."""
     keys = [_counts_key(config, source) for source in data.sources]
     with _progress_bar() as progress:
         return lengths.count(data, keys, progress=progress)
@@ -93,7 +76,7 @@ def _counts_key(config: RootConfig, source: Source) -> str | None:
     tokenizer = [backend.to_str(), context.tokenizer.chat_template]
     return cache.fingerprint(
         lavis_ds.__version__, cache.stamp(files), config.run.train_splits, options, tokenizer,
-        context.tokens_per_image, context.max_length,
+        str(context.tokens_per_image), context.max_length, context.merge_size, context.image_marks,
     )  # fmt: skip
 
 

@@ -121,11 +121,6 @@ class TextProcessor(ABC):
         """Encode all turns up to the last assistant turn, ready to be continued; labels are all `IGNORE_INDEX`."""
 
     @property
-    def has_fixed_lengths(self) -> bool:
-        """Whether a sample has as many tokens in every epoch, so that rows can be planned by them."""
-        return True
-
-    @property
     @abstractmethod
     def stop_ids(self) -> tuple[int, ...]:
         """Ids that end a generated answer."""

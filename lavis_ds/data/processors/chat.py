@@ -97,11 +97,6 @@ class Chat(TextProcessor):
         return replace(sample, labels=torch.full_like(sample.labels, IGNORE_INDEX), target_weights=None)
 
     @property
-    def has_fixed_lengths(self) -> bool:
-        """Which questions are drawn, and which fit, changes from epoch to epoch where they are shuffled."""
-        return not self.config.shuffle_turns
-
-    @property
     def stop_ids(self) -> tuple[int, ...]:
         eos = self._tokenizer.eos_token_id
         return (self._end,) if eos in (None, self._end) else (self._end, eos)

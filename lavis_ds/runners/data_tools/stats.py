@@ -53,7 +53,7 @@ def stats(
     counts = step_plan.count_tokens(config, data)
     order = SampleOrder(data.sizes, config.run.seed, mixture.quotas(config.datasets, encoded.sizes, config.data))
     datasets = dataset_stats.describe(data, counts, order)
-    are_fixed = all(source.text_processor.has_fixed_lengths for source in data.sources)
+    are_fixed = all(source.text_processor.config.has_fixed_lengths for source in data.sources)
     layouts = list(
         padding.layouts(
             config,

@@ -452,8 +452,8 @@ class TestPrompt:
 
 
 def test_lengths_are_the_same_every_epoch_unless_questions_are_drawn(chat: MakeChat) -> None:
-    assert chat(turns="independent").has_fixed_lengths
-    assert not chat(turns="independent", shuffle_turns=True).has_fixed_lengths
+    assert chat(turns="independent").config.has_fixed_lengths
+    assert not chat(turns="independent", shuffle_turns=True).config.has_fixed_lengths
 
 
 class TestErrors:
