@@ -48,13 +48,12 @@ class ProcessorConfig(NamedConfig):
     """Options that every processor has."""
 
     augments: ClassVar[bool] = False
+    """Whether it changes pictures at random, so that evaluation needs another one."""
 
     @property
     def has_fixed_lengths(self) -> bool:
         """Whether a sample has as many tokens in every epoch, so that rows can be planned by them."""
         return True
-
-    """Whether it changes pictures at random, so that evaluation needs another one."""
 
 
 class ProcessorsConfig(Config):

@@ -182,7 +182,7 @@ def _opened(video: Video) -> Iterator[tuple[InputContainer, VideoStream]]:
         raise DataError("the video file is empty.", where=video.path)
     source = video.path if video.data is None else io.BytesIO(video.data)
     try:
-        with av.open(source, metadata_errors="ignore") as container:
+        with av.open(source) as container:
             stream = next(iter(container.streams.video), None)
             if stream is None or stream.codec_context is None:
                 raise DataError("the file has no video that can be decoded.", where=video.path)

@@ -11,8 +11,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lavis_ds.batch import Batch
@@ -131,14 +132,14 @@ class Watch:
 
     def __init__(self, dataset: EncodedDataset, num_workers: int) -> None:
         self._dataset = dataset
-        at: Any = torch.zeros((num_workers, 3), dtype=torch.int64)  # dataset, index, since
-        self._at: Tensor = at.share_memory_()
+        shared: Any = torch.zeros((num_workers, 3), dtype=torch.int64)  # dataset, index, since
+        self._at: NDArray[np.int64] = shared.share_memory_().numpy()
 
     def begin(self, key: SampleKey) -> None:
         """This process starts on a sample."""
         worker = get_worker_info()
         if worker is not None:
-            self._at[worker.id] = torch.tensor([key.dataset, key.index, time.monotonic_ns()])
+            self._at[worker.id] = key.dataset, key.index, time.monotonic_ns()
 
     def finish(self) -> None:
         """This process is between samples."""

@@ -133,10 +133,10 @@ class Chat(TextProcessor):
         """What of the exchanges `max_length` has room for, and how many turns that leaves out or cuts."""
         limit, policy = self.context.max_length, self.config.too_long
         prefix, segments = layout.encode(exchanges)
+        if len(prefix) + sum(map(len, segments)) <= limit:
+            return prefix, segments, 0
         lengths = len(prefix) + np.cumsum([len(segment) for segment in segments], dtype=np.int64)
         count = int(np.searchsorted(lengths, limit, side="right"))
-        if count == len(exchanges):
-            return prefix, segments, 0
         if policy == "sample":
             raise self._too_long("the sample", int(lengths[-1]), conversation, images)
         # What is left is encoded anew, for a template may write the last answer in another way than those before it.
