@@ -19,6 +19,7 @@ def declare() -> None:
         ("llava_qwen", "lavis_ds.models.llava_qwen:LlavaQwen", "LlavaQwenConfig"),
         ("qwen2_5_vl", "lavis_ds.models.qwen_vl:Qwen2_5VL", "Qwen2_5VLConfig"),
         ("qwen3_vl", "lavis_ds.models.qwen_vl:Qwen3VL", "Qwen3VLConfig"),
+        ("qwen3_vl_moe", "lavis_ds.models.qwen_vl:Qwen3VLMoE", "Qwen3VLMoEConfig"),
     ]:
         r.models.declare(name, target, f"{model_configs}:{config}")
     r.vision_encoders.declare("timm_vit", "lavis_ds.models.vision.timm_vit:TimmViT", f"{model_configs}:TimmViTConfig")

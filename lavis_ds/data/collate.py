@@ -104,13 +104,6 @@ class Collator:
         num_images, places = sample.images.shape[0], sample.image_index.numel()
         if self.image_shape is None and num_images:
             raise DataError("the sample has pictures, but the model has no vision part.", where=sample.id)
-        if places != num_images * self.tokens_per_image:
-            raise DataError(
-                "pictures and their places in the text differ in number.",
-                where=sample.id,
-                given=f"{places} places, {num_images} picture(s)",
-                expected=f"{num_images * self.tokens_per_image} places ({self.tokens_per_image} a picture)",
-            )
         if num_images and sample.images.shape[1:] != self.image_shape:
             raise DataError(
                 "the pictures have another size than the model's.",
@@ -120,6 +113,13 @@ class Collator:
                 hint="Set `image_size` of the dataset's vis_processor to the vision encoder's."
                 if self.merge_size is None
                 else "Set the dataset's vis_processor to image_native, with the model's patch_size and merge_size.",
+            )
+        if places != num_images * self.tokens_per_image:
+            raise DataError(
+                "pictures and their places in the text differ in number.",
+                where=sample.id,
+                given=f"{places} places, {num_images} picture(s)",
+                expected=f"{num_images * self.tokens_per_image} places ({self.tokens_per_image} a picture)",
             )
         if sample.labels[0] != IGNORE_INDEX:
             raise DataError("the first token is a target, but nothing before it predicts it.", where=sample.id)

@@ -207,3 +207,9 @@ class Qwen3VLConfig(QwenVLConfig):
     """Qwen3-VL (https://arxiv.org/abs/2511.21631)."""
 
     arch: str = "qwen3_vl"
+
+
+class Qwen3VLMoEConfig(Qwen3VLConfig):
+    """Qwen3-VL with experts (https://arxiv.org/abs/2511.21631)."""
+
+    arch: str = "qwen3_vl_moe"

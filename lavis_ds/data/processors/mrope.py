@@ -13,7 +13,7 @@ from lavis_ds.data.processors.views import Grid
 def mrope_positions(length: int, pictures: Sequence[range], grids: Sequence[Grid], merge_size: int) -> Tensor:
     """(3, length) int64. Text counts on along all three; a picture has the place of its squares of patches.
 
-    What follows a picture goes on after the largest position in it.
+    What follows a picture goes on after the largest place in it along height and width.
 
     Args:
         length: tokens of the sample.
@@ -31,6 +31,6 @@ def mrope_positions(length: int, pictures: Sequence[range], grids: Sequence[Grid
         position += text
         sides = (frames, rows // merge_size, columns // merge_size)
         parts.append(torch.stack(torch.meshgrid(*map(torch.arange, sides), indexing="ij")).flatten(1) + position)
-        place, position = run.stop, position + max(sides)
+        place, position = run.stop, position + max(sides[1:])
     parts.append(torch.arange(position, position + length - place).expand(3, -1))
     return torch.cat(parts, dim=1)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lavis_ds.errors import DataError
+from lavis_ds.models.base import matrix_elements
 from lavis_ds.models.configs import QwenVLLanguageConfig
 from lavis_ds.models.language.hf_causal_lm import HFCausalLM
 from lavis_ds.models.parts import LanguageModel
@@ -20,11 +21,11 @@ class DeepStack(NamedTuple):
     """What is added to hidden states behind the decoder's first layers (https://arxiv.org/abs/2406.04334).
 
     Attributes:
-        mask_BT: where, bool; True at Q positions.
+        mask: where, (B, T) bool; True at Q positions.
         features: for each of the layers (Q, Dl), in the order of the flat positions.
     """
 
-    mask_BT: Tensor
+    mask: Tensor
     features: tuple[Tensor, ...]
 
     @classmethod
@@ -46,15 +47,15 @@ class DeepStack(NamedTuple):
 
     def repeated(self, times: int) -> DeepStack:
         """For rows of which each stands `times` times in a row, as beam search makes them."""
-        numbers_BT = torch.zeros_like(self.mask_BT, dtype=torch.long)
-        numbers_BT[self.mask_BT] = torch.arange(len(self.features[0]), device=numbers_BT.device)
-        mask_BT = self.mask_BT.repeat_interleave(times, 0)
+        numbers_BT = torch.zeros_like(self.mask, dtype=torch.long)
+        numbers_BT[self.mask] = torch.arange(len(self.features[0]), device=numbers_BT.device)
+        mask_BT = self.mask.repeat_interleave(times, 0)
         numbers_Q = numbers_BT.repeat_interleave(times, 0)[mask_BT]
         return DeepStack(mask_BT, tuple(feature[numbers_Q] for feature in self.features))
 
     def options(self) -> dict[str, Any]:
         """As the decoder of transformers takes it."""
-        return {"visual_pos_masks": self.mask_BT, "deepstack_visual_embeds": list(self.features)}
+        return {"visual_pos_masks": self.mask, "deepstack_visual_embeds": list(self.features)}
 
 
 class QwenVLDecoder(HFCausalLM):
@@ -107,6 +108,14 @@ class QwenVLDecoder(HFCausalLM):
         )
         hidden_BTDl: Tensor = output.last_hidden_state
         return hidden_BTDl
+
+    def active_elements(self) -> float:
+        """Elements of the matrices that a token meets; of the experts only those that it is sent to."""
+        text = self.decoder.config
+        modules = self.decoder.named_modules()
+        experts = sum(matrix_elements(module) for name, module in modules if name.endswith(".mlp.experts"))
+        unvisited = 1 - text.num_experts_per_tok / text.num_experts if experts else 0.0
+        return matrix_elements(self) - experts * unvisited
 
     @torch.no_grad()
     def continue_prompts(

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import vision_utils
 
 from lavis_ds.errors import DataError
 from lavis_ds.models.parts import Part
@@ -45,7 +46,7 @@ class PatchNorm(nn.Module):
                 expected=f"torch.uint8 of shape (P, {self.patch_elements})",
                 hint="Use an image processor of native resolution with the model's patch_size.",
             )
-        pixels_PCE = patches_PD.unflatten(1, (len(self.mean), -1)).float() / 255
+        pixels_PCE = patches_PD.reshape(len(patches_PD), len(self.mean), -1).float() / 255
         return ((pixels_PCE - self.mean) / self.std).flatten(1)
 
 
@@ -81,7 +82,7 @@ class QwenVLTower(Part):
         Raises:
             DataError: patches are of another kind, or not as many as the grids say.
         """
-        pixels_PD = self.pixels(patches_PD)
+        grids_N3 = grids_N3.cpu()
         num_patches = int(grids_N3.prod(-1).sum())
         if num_patches != len(patches_PD) or (grids_N3[:, 1:] % self.merge_size).any():
             raise DataError(
@@ -89,5 +90,34 @@ class QwenVLTower(Part):
                 given=f"{len(patches_PD)} patches, grids {grids_N3.tolist()[:4]}",
                 expected=f"{num_patches} patches, heights and widths that are multiples of {self.merge_size}",
             )
-        output = self.tower(pixels_PD.to(next(self.tower.parameters()).dtype), grid_thw=grids_N3, return_dict=True)
+        pixels_PD = self.pixels(patches_PD).to(next(self.tower.parameters()).dtype)
+        layout = self._layout(grids_N3, pixels_PD.device)
+        output = self.tower(pixels_PD, grid_thw=grids_N3, return_dict=True, **layout)
         return output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ())
+
+    def _layout(self, grids_N3: Tensor, device: torch.device) -> dict[str, Tensor]:
+        """What the tower derives from grids, ready made on the CPU: it would wait for the device in every layer.
+
+        Where pictures (and windows) end is read on the CPU, but by flash attention on the device.
+        """
+        tower, config = self.tower, self.tower.config
+        ends = device if self.attention.startswith("flash") else torch.device("cpu")
+        layout = {
+            "position_ids": vision_utils.get_vision_position_ids(grids_N3, self.merge_size).to(device),
+            "cu_seqlens": vision_utils.get_vision_cu_seqlens(grids_N3).to(ends),
+        }
+        if hasattr(config, "window_size"):
+            index, window_ends = vision_utils.get_vision_window_index(
+                grids_N3, self.merge_size, config.window_size, config.patch_size
+            )
+            layout |= {"window_index": index.to(device), "cu_window_seqlens": window_ends.to(ends)}
+        if hasattr(tower, "pos_embed"):
+            indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
+                grids_N3,
+                tower.num_grid_per_side,
+                mode=tower.interpolation_mode,
+                align_corners=tower.interpolation_align_corners,
+                spatial_merge_size=self.merge_size,
+            )
+            layout |= {"interp_indices": indices.to(device), "interp_weights": weights.to(device)}
+        return layout
