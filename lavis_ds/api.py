@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from lavis_ds import registry
 from lavis_ds.config.decode import decode
 from lavis_ds.config.load import configs_dir, dataset_tree, model_tree
-from lavis_ds.config.schema import DatasetConfig, ModelConfig
+from lavis_ds.config.schema import DatasetConfig
 from lavis_ds.data.conversation import Conversation
 
 
@@ -56,22 +57,26 @@ def load_model_and_preprocess(
 ) -> tuple[Any, dict[str, Any], dict[str, Any]]:
     """`(model, vis_processors, text_processors)`, all ready to call.
 
-    Image processors turn a PIL picture and a `numpy.random.Generator` into (3, H, W) uint8; text processors turn a
-    `Conversation`, its pictures (n, 3, H, W) and a generator into a `Sample`.
+    Image processors turn a PIL picture and a `numpy.random.Generator` into (3, H, W) uint8, or into patches where the
+    model takes pictures at their own size; text processors turn a `Conversation`, a list of what its pictures became,
+    and a generator into a `Sample`.
     """
-    from lavis_ds.data.processors.base import TextContext
+    from lavis_ds.runners.build import text_context
 
     model = load_model(name, model_type, is_eval, device, **options)
-    config: ModelConfig = model.config
-    context = TextContext(model.tokenizer, model.tokens_per_image, config.max_txt_len)
+    context = text_context(model)
 
     def made(processor: str, *rest: Any, **keys: Any) -> Any:
         cls = registry.get_processor_class(processor)
         return cls(cls.Config(**keys), *rest)
 
     chat = made("chat", context)
-    if model.image_size is None:
+    if model.image_shape is None:
         return model, {}, {"train": chat, "eval": chat}
+    if model.merge_size is not None:
+        patch_size = math.isqrt(model.image_shape[0] // 6)  # 3 channels, 2 frames
+        native = made("image_native", patch_size=patch_size, merge_size=model.merge_size)
+        return model, {"train": native, "eval": native}, {"train": chat, "eval": chat}
     size = {"image_size": model.image_size}
     return (
         model,

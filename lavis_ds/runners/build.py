@@ -48,9 +48,10 @@ def build_task(config: RootConfig) -> Task:
     return made
 
 
-def text_context(config: RootConfig, model: Model) -> TextContext:
+def text_context(model: Model) -> TextContext:
+    """What encoding text needs to know of the model."""
     return TextContext(
-        model.tokenizer, model.tokens_per_image, config.model.max_txt_len, model.merge_size, model.image_marks
+        model.tokenizer, model.tokens_per_image, model.config.max_txt_len, model.merge_size, model.image_marks
     )
 
 

@@ -97,7 +97,7 @@ def evaluate(
         training: the training split's conversations, for the task's baselines.
     """
     prompts = task.eval_batches == "prompts"
-    data = build.encoded(config, datasets, build.text_context(config, model), training=False, prompts=prompts)
+    data = build.encoded(config, datasets, build.text_context(model), training=False, prompts=prompts)
     loader = build.eval_loader(config, data, build.collator(model, data, padding_side="left" if prompts else "right"))
     context = build.eval_context(data, synced=synced)
     sums: dict[str, tuple[float, float]] = {}

@@ -45,7 +45,7 @@ def generate(checkpoint: str, prompt: str, images: Sequence[str], *, max_new_tok
     entry = next(iter(config.datasets))
     content: tuple[Content, ...] = (*(Image(str(Path(path).absolute())) for path in images), Text(prompt))
     question = Conversation("prompt", (Turn("user", content), Turn("assistant", (Text(""),))))
-    data = build.encoded(config, {entry: [question]}, build.text_context(config, model), training=False, prompts=True)
+    data = build.encoded(config, {entry: [question]}, build.text_context(model), training=False, prompts=True)
     batch = build.collator(model, data, padding_side="left")([[data[SampleKey(0, 0, epoch=0, position=0)]]])
     context = build.eval_context(data, synced=False)
     sampling = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}

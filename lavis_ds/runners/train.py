@@ -42,7 +42,7 @@ class TrainRunner:
         self.plan = preflight.plan
         self.task = build.build_task(config)
         self.model = build.build_model(config)
-        self.text_context = build.text_context(config, self.model)
+        self.text_context = build.text_context(self.model)
         self.work = self.model.work()
         self.engine = build.build_engine(config, self.model, self.plan)
         self._build_data()

@@ -106,7 +106,7 @@ def kernels_of_a_step(cfg: str) -> set[str]:
     distributed.initialize(60)
     datasets = preflight.check(config, world_size=1).splits["train"]
     model = build.build_model(config).to("cuda", torch.bfloat16)
-    data = build.encoded(config, dict(datasets), build.text_context(config, model), training=True)
+    data = build.encoded(config, dict(datasets), build.text_context(model), training=True)
     batch = next(iter(build.eval_loader(config, data, build.collator(model, data)))).to(torch.device("cuda"))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         model(batch)[0].backward()

@@ -82,6 +82,27 @@ def test_load_model_and_preprocess(tokenizer: dict[str, Any], tmp_path: Path) ->
     assert model.tokenizer.decode(targets) == "red<|im_end|>"
 
 
+def test_a_model_of_native_resolution_comes_with_its_processor(cfg: Path, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    words: Any = AutoTokenizer.from_pretrained(cfg.parent / "tokenizer")
+    words.add_special_tokens({"extra_special_tokens": [f"<|{n}|>" for n in ("vision_start", "vision_end", "image_pad")]})
+    words.add_special_tokens({"extra_special_tokens": ["<|video_pad|>"]})
+    words.save_pretrained(tmp_path / "words")
+    model, images, texts = lavis_ds.load_model_and_preprocess(
+        "qwen3_vl", "tiny", is_eval=True, language={"tokenizer": str(tmp_path / "words")}
+    )
+    rng = np.random.default_rng(0)
+    views = images["eval"](PIL.Image.new("RGB", (300, 200), "red"), rng)
+    assert views.pixels.shape[1:] == model.image_shape
+    question = Conversation("a", (Turn("user", (Image("p.png"), Text("what?"))), Turn("assistant", (Text("red"),))))
+    sample = texts["eval"](question, [views], rng)
+    assert len(sample.image_index) == len(views) / 4
+    assert sample.position_ids.shape == (3, len(sample.input_ids))
+    before = sample.input_ids[sample.image_index[0] - 1]
+    assert model.tokenizer.decode(before) == "<|vision_start|>"
+
+
 def test_too_long_a_text_is_refused_by_the_models_length(tokenizer: dict[str, Any]) -> None:
     _, _, texts = lavis_ds.load_model_and_preprocess("llava_qwen", "tiny", max_txt_len=8, **tokenizer)
     turns = (Turn("user", (Text("what " * 20),)), Turn("assistant", (Text("red"),)))

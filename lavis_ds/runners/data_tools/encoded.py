@@ -55,5 +55,5 @@ def encode(found: Annotations, *, as_training: bool) -> Encoded:
     by_split = {split: dict(entries) for split, entries in found.splits.items()}
     datasets = build.train_datasets(config, by_split) if as_training else next(iter(by_split.values()))
     model = skeleton(config.model)
-    data = build.encoded(config, datasets, build.text_context(config, model), training=as_training)
+    data = build.encoded(config, datasets, build.text_context(model), training=as_training)
     return Encoded(config, model, data, build.collator(model, data))
