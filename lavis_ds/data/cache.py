@@ -12,7 +12,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -59,22 +60,33 @@ def arrays(kind: str, key: str, make: Callable[[], Arrays]) -> Arrays:
     """
     entry = folder() / kind / key
     if not entry.is_dir():
-        try:
-            entry.parent.mkdir(parents=True, exist_ok=True)
-            lock = open(entry.parent / f"{key}.lock", "w")  # noqa: SIM115 (closed below, on every way out)
-        except OSError as error:
-            raise ConfigError(
-                f"the cache folder can't be written ({error}).",
-                where=str(folder()),
-                hint="Point the environment variable LAVIS_DS_CACHE to a folder that can.",
-            ) from error
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with _locked(entry.parent / f"{key}.lock"):
             if not entry.is_dir():
                 _write(entry, make())
                 made.append(kind)
-            Path(lock.name).unlink(missing_ok=True)
     return {path.stem: np.load(path, mmap_mode="r") for path in sorted(entry.glob("*.npy"))}
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process at a time.
+
+    Raises:
+        ConfigError: the cache folder can't be written, or its file system knows no locks.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("w")
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        raise ConfigError(
+            f"the cache folder can't be written or locked ({error}).",
+            where=str(folder()),
+            hint="Point the environment variable LAVIS_DS_CACHE to a folder that can, such as one on a local disk.",
+        ) from error
+    with lock:
+        yield
+        path.unlink(missing_ok=True)
 
 
 def _write(entry: Path, content: Arrays) -> None:
