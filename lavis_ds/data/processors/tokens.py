@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -79,7 +78,8 @@ class Tokens:
     @property
     def image_index(self) -> Tensor:
         """(n,) int64, all places of fillers."""
-        return torch.from_numpy(np.array([place for run in self.pictures for place in run], np.int64))
+        places = [torch.arange(run.start, run.stop) for run in self.pictures]
+        return torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
 
     def add(self, ids: Sequence[int], weight: float = 0.0) -> None:
         self.ids += ids
