@@ -86,8 +86,8 @@ def test_a_model_of_native_resolution_comes_with_its_processor(cfg: Path, tmp_pa
     from transformers import AutoTokenizer
 
     words: Any = AutoTokenizer.from_pretrained(cfg.parent / "tokenizer")
-    words.add_special_tokens({"extra_special_tokens": [f"<|{n}|>" for n in ("vision_start", "vision_end", "image_pad")]})
-    words.add_special_tokens({"extra_special_tokens": ["<|video_pad|>"]})
+    marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"]
+    words.add_special_tokens({"extra_special_tokens": marks})
     words.save_pretrained(tmp_path / "words")
     model, images, texts = lavis_ds.load_model_and_preprocess(
         "qwen3_vl", "tiny", is_eval=True, language={"tokenizer": str(tmp_path / "words")}
