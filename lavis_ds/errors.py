@@ -6,7 +6,7 @@ Every message answers four questions: where, what was given, what was expected, 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class LavisError(Exception):
@@ -90,6 +90,12 @@ class CheckpointError(LavisError):
 
 class NonFiniteError(LavisError):
     """The loss or the gradient stopped being a finite number."""
+
+
+def listed(first: Sequence[str], total: int) -> str:
+    """The first of `total` lines, each on a line of its own and indented, and how many more there are."""
+    more = [f"and {total - len(first)} more"] if total > len(first) else []
+    return "".join(f"\n  {line}" for line in [*first, *more])
 
 
 def closest(name: str, known: Iterable[str]) -> list[str]:

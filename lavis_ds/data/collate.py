@@ -24,7 +24,7 @@ from lavis_ds.batch import (
     Sample,
     Unusable,
 )
-from lavis_ds.errors import DataError
+from lavis_ds.errors import DataError, SampleError
 
 _NO_IMAGES = torch.empty((0, 3, 0, 0), dtype=torch.uint8)
 
@@ -99,15 +99,15 @@ class Collator:
 
     def check(self, sample: Sample) -> None:
         """Raises:
-        DataError: the sample's pictures, their size or their places do not fit; the message names it.
+        SampleError: the sample's pictures, their size or their places do not fit; the message names it.
         """
         num_images, places = sample.images.shape[0], sample.image_index.numel()
         if self.image_shape is None and num_images:
-            raise DataError("the sample has pictures, but the model has no vision part.", where=sample.id)
+            raise _misfit(sample, "the sample has pictures, but the model has no vision part.")
         if num_images and sample.images.shape[1:] != self.image_shape:
-            raise DataError(
+            raise _misfit(
+                sample,
                 "the pictures have another size than the model's.",
-                where=sample.id,
                 given=f"{tuple(sample.images.shape[1:])}",
                 expected=f"{self.image_shape}",
                 hint="Set `image_size` of the dataset's vis_processor to the vision encoder's."
@@ -115,14 +115,14 @@ class Collator:
                 else "Set the dataset's vis_processor to image_native, with the model's patch_size and merge_size.",
             )
         if places != num_images * self.tokens_per_image:
-            raise DataError(
+            raise _misfit(
+                sample,
                 "pictures and their places in the text differ in number.",
-                where=sample.id,
                 given=f"{places} places, {num_images} picture(s)",
                 expected=f"{num_images * self.tokens_per_image} places ({self.tokens_per_image} a picture)",
             )
         if sample.labels[0] != IGNORE_INDEX:
-            raise DataError("the first token is a target, but nothing before it predicts it.", where=sample.id)
+            raise _misfit(sample, "the first token is a target, but nothing before it predicts it.")
 
     def _padded(self, rows: Sequence[Tensor], width: int, value: float) -> Tensor:
         padded = pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=self.padding_side)
@@ -191,6 +191,10 @@ class Collator:
         numbers = [torch.cat([torch.full_like(s.input_ids, s.dataset) for s in row]) for row in rows]
         empty = [torch.zeros(1, dtype=torch.int64)] * (num_rows - len(rows))
         return self._padded([*numbers, *empty], width, 0).flatten()[target_index + 1]
+
+
+def _misfit(sample: Sample, what: str, **details: str) -> SampleError:
+    return SampleError.about(sample.id, DataError(what, where=sample.id, **details))
 
 
 def _shared(count: int, image_shape: tuple[int, ...]) -> Tensor | None:

@@ -12,8 +12,8 @@ from lavis_ds.data.collate import Collator
 from lavis_ds.data.dataset import EncodedDataset
 from lavis_ds.data.order import SampleKey
 from lavis_ds.data.plan import Row, StepPlan
-from lavis_ds.data.worker import SupervisedBatches, Watch
-from lavis_ds.errors import DataError, LavisError, SampleError
+from lavis_ds.data.worker import SupervisedBatches, Watch, usable
+from lavis_ds.errors import LavisError
 
 
 class BatchLoader(SupervisedBatches):
@@ -94,12 +94,4 @@ class _MicroBatches(Dataset[Batch | LavisError]):
 
     def _load(self, key: SampleKey, unusable: list[Unusable]) -> Sample | None:
         self._watch.begin(key)
-        try:
-            sample = self._dataset[key]
-            self._collator.check(sample)
-            return sample
-        except SampleError as error:
-            unusable.append(Unusable(error.sample_id, error.source, str(error)))
-        except DataError as error:
-            unusable.append(Unusable(sample.id, None, str(error)))
-        return None
+        return usable(lambda: self._dataset[key], self._collator.check, unusable)

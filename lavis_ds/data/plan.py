@@ -6,6 +6,8 @@ last one may have fewer.
 
 from __future__ import annotations
 
+import itertools
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -175,13 +177,15 @@ class PackedRows(RowPlan):
     def _count_rows(self, wanted: int | None) -> NDArray[np.int64]:
         """Number of rows of each window, until there are no more samples, or as many rows as wanted."""
         numbers: list[int] = []
-        while self._goes_on(len(numbers), sum(numbers), wanted):
-            keys = self.order.keys(*self._span(len(numbers)))
+        windows = itertools.count() if self.total is None else range(-(-self.total // self.window))
+        left = math.inf if wanted is None else wanted
+        for window in windows:
+            if left <= 0:
+                break
+            keys = self.order.keys(*self._span(window))
             numbers.append(len(best_fit(self.counts.tokens(keys), self.capacity)))
+            left -= numbers[-1]
         return np.array(numbers, np.int64)
-
-    def _goes_on(self, windows: int, rows: int, wanted: int | None) -> bool:
-        return rows < wanted if wanted is not None else self.total is not None and windows * self.window < self.total
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -13,7 +14,7 @@ from lavis_ds.data.builders.base import Lane, Streamed
 from lavis_ds.data.collate import Collator
 from lavis_ds.data.dataset import EncodedDataset
 from lavis_ds.data.order import SampleKey
-from lavis_ds.data.worker import SupervisedBatches, Watch
+from lavis_ds.data.worker import SupervisedBatches, Watch, usable
 from lavis_ds.errors import DataError, LavisError, SampleError
 
 
@@ -129,25 +130,19 @@ class _StreamedBatches(IterableDataset[Batch | LavisError]):
         start = (number * plan.data_parallel_size + plan.dp_rank) * plan.micro_batch_size
         rows = []
         for row in range(plan.micro_batch_size):
-            self._watch.begin(SampleKey(0, start + row, lane.epoch, start + row))
-            sample = self._encode(_following(lane), lane.epoch, start + row, unusable)
+            key = SampleKey(0, start + row, lane.epoch, start + row)
+            self._watch.begin(key)
+            streamed, key = _following(lane), replace(key, epoch=lane.epoch)
+            sample = usable(partial(self._encode, streamed, key), self._collator.check, unusable)
             rows.append([] if sample is None else [sample])
         self._watch.finish()
         return replace(self._collator(rows, unusable), stream_state=lane.state_dict())
 
-    def _encode(self, streamed: Streamed, epoch: int, position: int, unusable: list[Unusable]) -> Sample | None:
+    def _encode(self, streamed: Streamed, key: SampleKey) -> Sample:
         own_id, conversation = streamed
-        try:
-            if isinstance(conversation, DataError):
-                raise SampleError.about(f"{self._data.sources[0].name}/{own_id}", conversation)
-            sample = self._data.encode(conversation, SampleKey(0, position, epoch, position))
-            self._collator.check(sample)
-            return sample
-        except SampleError as error:
-            unusable.append(Unusable(error.sample_id, error.source, str(error)))
-        except DataError as error:
-            unusable.append(Unusable(own_id, None, str(error)))
-        return None
+        if isinstance(conversation, DataError):
+            raise SampleError.about(f"{self._data.sources[0].name}/{own_id}", conversation)
+        return self._data.encode(conversation, key)
 
 
 def _following(lane: Lane) -> Streamed:

@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -16,10 +16,10 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from lavis_ds.batch import Batch
+from lavis_ds.batch import Batch, Sample, Unusable
 from lavis_ds.data.dataset import EncodedDataset
 from lavis_ds.data.order import SampleKey
-from lavis_ds.errors import DataError, LavisError
+from lavis_ds.errors import DataError, LavisError, SampleError
 from lavis_ds.host_memory import keep_freed_memory
 
 Item = TypeVar("Item")
@@ -125,6 +125,17 @@ class SupervisedBatches(Iterator[Batch]):
     @property
     def _workers(self) -> list[Any]:
         return getattr(self._batches, "_workers", [])
+
+
+def usable(make: Callable[[], Sample], check: Callable[[Sample], None], unusable: list[Unusable]) -> Sample | None:
+    """What `make` gives and `check` lets pass; else None, and why in `unusable`."""
+    try:
+        sample = make()
+        check(sample)
+    except SampleError as error:
+        unusable.append(Unusable(error.sample_id, error.source, str(error)))
+        return None
+    return sample
 
 
 class Watch:

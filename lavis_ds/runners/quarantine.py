@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lavis_ds import distributed
 from lavis_ds.batch import Unusable
-from lavis_ds.errors import DataError
+from lavis_ds.errors import DataError, listed
 from lavis_ds.runners.observers.jsonl import cut
 
 FILE_NAME = "quarantine.jsonl"
@@ -31,9 +31,6 @@ class Quarantine:
         self._num_samples, self._max_fraction = num_samples, max_fraction
         self._found = self._read() if last_step else {}
         self._is_cut = False
-
-    def __len__(self) -> int:
-        return len(self._found)
 
     def add(self, step: int, unusable: Iterable[Unusable], *, samples_seen: int) -> None:
         """Write down this step's unusable samples of all ranks; called on all ranks with each one's own.
@@ -79,11 +76,10 @@ def check(unusable: Iterable[Unusable], num_samples: int, max_fraction: float, w
     found = list(unusable)
     if len(found) <= max_fraction * num_samples:
         return
-    listed = "".join(f"\n  {sample.reason}" for sample in found[:_SHOWN])
-    more = f"\n  and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    reasons = listed([sample.reason for sample in found[:_SHOWN]], len(found))
     raise DataError(
         f"{len(found)} of {num_samples:,} samples can't be used, which is more than data.max_bad_fraction"
-        f" ({max_fraction:g}) allows:{listed}{more}\n",
+        f" ({max_fraction:g}) allows:{reasons}\n",
         where=where,
         hint="Mend or remove them, or raise data.max_bad_fraction to leave them out.",
     )

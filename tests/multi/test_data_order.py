@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.multi.launch import RanksFailed, run_ranks
+from tests.multi.runs import train
 from tests.tiny_project import make_project, metrics
 
 STEPS = 12
-
-
-def train(cfg: str, options: list[str], job_id: str, resume: str | None, kill_at: int | None = None) -> int:
-    """One rank of a run that, if asked, kills itself without warning after step `kill_at`."""
-    from lavis_ds.runners import train as train_module
-    from lavis_ds.runners.launch import train as run
-
-    report_step = train_module.TrainRunner._report_step
-
-    def report_then_die(self: Any, *args: Any) -> None:
-        report_step(self, *args)
-        if self.state.step == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    train_module.TrainRunner._report_step = report_then_die  # type: ignore[method-assign]
-    return run(cfg, ["run.engine=torch", *options], job_id=job_id, resume=resume)
+TORCH = ["run.engine=torch"]
 
 
 def samples(cfg: Path, job: str) -> list[list[str]]:
@@ -51,7 +34,7 @@ def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def test_resumed_on_other_numbers_of_ranks_it_sees_the_samples_that_were_left(project: Path) -> None:
     """Killed four times, each time at another step, and gone on with 2, 4, 1 and 2 ranks and other workers."""
-    run_ranks(train, 1, str(project), [], "whole", None, timeout_s=150, join_group=False)
+    run_ranks(train, 1, str(project), TORCH, "whole", None, timeout_s=150, join_group=False)
     expected = samples(project, "whole")
     assert len(expected) == STEPS
     rng = random.Random(0)
@@ -60,11 +43,13 @@ def test_resumed_on_other_numbers_of_ranks_it_sees_the_samples_that_were_left(pr
         at = min(STEPS - 1, at + rng.randint(3, 4))
         with pytest.raises(RanksFailed):
             run_ranks(
-                train, ranks, str(project), [f"run.num_workers={workers}"], "broken", "auto", at,
+                train, ranks, str(project), [*TORCH, f"run.num_workers={workers}"], "broken", "auto", at,
                 timeout_s=150, join_group=False,
             )  # fmt: skip
         assert samples(project, "broken") == expected[:at]
-    codes = run_ranks(train, 2, str(project), ["run.num_workers=2"], "broken", "auto", timeout_s=150, join_group=False)
+    codes = run_ranks(
+        train, 2, str(project), [*TORCH, "run.num_workers=2"], "broken", "auto", timeout_s=150, join_group=False
+    )
     assert codes == [0, 0]
     assert samples(project, "broken") == expected
     losses = [[line["train/loss"] for line in metrics(project.parent / "output" / job)] for job in ("broken", "whole")]

@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.multi.launch import RanksFailed, run_ranks
+from tests.multi.runs import train
 from tests.tiny_project import make_project, metrics
 
 KILL_AT = 6  # epoch 2 is steps 2.75 to 5.5, epoch 3 starts in step 6; the newest checkpoint then is step 4, mid-epoch 2
 STEPS = 9
-
-
-def train(cfg: str, options: list[str], job_id: str, resume: str | None, kill_at: int | None = None) -> int:
-    """One rank of a training run that, if asked, kills itself without warning after step `kill_at`."""
-    from lavis_ds.runners import train as train_module
-    from lavis_ds.runners.launch import train as run
-
-    report_step = train_module.TrainRunner._report_step
-
-    def report_then_die(self: Any, *args: Any) -> None:
-        report_step(self, *args)
-        if self.state.step == kill_at:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    train_module.TrainRunner._report_step = report_then_die  # type: ignore[method-assign]
-    return run(cfg, options, job_id=job_id, resume=resume)
 
 
 def what_matters(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -7,14 +7,8 @@ from pathlib import Path
 import pytest
 
 from tests.multi.launch import run_ranks
+from tests.multi.runs import train
 from tests.tiny_project import make_project, metrics
-
-
-def train(cfg: str, options: list[str], job_id: str) -> int:
-    """One rank of a training run."""
-    from lavis_ds.runners.launch import train as run
-
-    return run(cfg, options, job_id=job_id, resume=None)
 
 
 def losses(cfg: Path, world_size: int, options: list[str], job_id: str) -> list[dict[str, float]]:

@@ -16,7 +16,7 @@ from lavis_ds.data import cache
 from lavis_ds.data.builders.base import DatasetBuilder
 from lavis_ds.data.conversation import Conversation
 from lavis_ds.data.records import Records, check_file, open_records
-from lavis_ds.errors import ConfigError, DataError
+from lavis_ds.errors import ConfigError, DataError, listed
 
 _SHOWN = 5
 """Wrong items that a message shows."""
@@ -112,6 +112,5 @@ def _error(conversations: RecordConversations, index: int) -> DataError | None:
 
 def _describe(conversations: RecordConversations, wrong: Sequence[int]) -> str:
     """How many items are wrong, and why the first ones are."""
-    shown = "\n".join(f"  {_error(conversations, index)}" for index in wrong[:_SHOWN])
-    more = f"\n  and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-    return f"{len(wrong)} of {len(conversations)} items are wrong:\n{shown}{more}"
+    shown = [str(_error(conversations, index)) for index in wrong[:_SHOWN]]
+    return f"{len(wrong)} of {len(conversations)} items are wrong:{listed(shown, len(wrong))}"
