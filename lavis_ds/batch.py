@@ -40,7 +40,8 @@ class Sample:
             tokens of its own segment and of `PREFIX_SEGMENT`.
         images: (n, 3, H, W) uint8, all views of all pictures in order of appearance; n may be 0. At native resolution
             (n, D): all patches of all pictures.
-        image_grids: (pictures, 3) int64, patches of each picture along time, height and width; None at a fixed size.
+        image_grids: (pictures, 3) int64, patches of each picture or video along time, height and width; None at a
+            fixed size.
         image_index: (n * Q,) int64, the positions in `input_ids` that the images' tokens fill, in order.
         target_weights: (S,) float32, factors of the targets' losses; None where all are 1.
         num_dropped_turns: turns left out because the sample was too long.
@@ -104,7 +105,7 @@ class Batch:
             images carries one blank image, whose tokens fill nothing. None where the model has no vision part. At
             native resolution (P, D) uint8: the patches of all pictures, in the order of transformers' Qwen2-VL image
             processor (blocks of merge_size x merge_size neighbours; D = channels, frames, rows, columns of a patch).
-        image_grids: (N, 3) int64, patches of each picture along time, height and width; None at a fixed size.
+        image_grids: (N, 3) int64, patches of each picture or video along time, height and width; None at a fixed size.
         image_index: (M,) int64, flat positions in (B * T) filled by the images' tokens in order; M = N * Q, or 0.
         target_index: (K,) int64, flat positions in (B * T) whose next token is a target; K >= 1 (a filler where the
             batch has no target).

@@ -73,6 +73,8 @@ def parser() -> argparse.ArgumentParser:
 
     _add_data(commands)
 
+    _add_export(commands)
+
     report = _add(commands, "report", _report, "write one HTML page for a run, or several compared")
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
     report.add_argument(
@@ -81,6 +83,41 @@ def parser() -> argparse.ArgumentParser:
         help="where to write it; report.html in the run folder, or comparison.html beside the first",
     )
     return root
+
+
+def _add_export(commands: argparse._SubParsersAction[_Parser]) -> None:
+    export = _add(commands, "export", _export, "write a checkpoint as a Hugging Face folder, and compare the two")
+    export.add_argument(
+        "--checkpoint",
+        "--run",
+        metavar="DIR",
+        required=True,
+        help="checkpoint folder, or a run folder for its newest one",
+    )
+    export.add_argument("--to", "--output", metavar="DIR", required=True, help="folder to make; nothing is overwritten")
+    export.add_argument(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="type of the weights; auto, as in the checkpoint, if left out",
+    )
+    export.add_argument(
+        "--adapter",
+        choices=["merge", "keep"],
+        default="merge",
+        help="adapters: added to the weights, or kept as a PEFT adapter; merge if left out",
+    )
+    export.add_argument("--merge-lora", dest="adapter", action="store_const", const="merge", help="as --adapter merge")
+    export.add_argument(
+        "--dataset",
+        metavar="NAME",
+        help="entry of `datasets:` whose processors go along; the first with pictures if left out",
+    )
+    export.add_argument(
+        "--skip-check",
+        action="store_true",
+        help="do not load the folder and compare logits, which needs memory for the whole model in float32",
+    )
 
 
 def _add_data(commands: argparse._SubParsersAction[_Parser]) -> None:
@@ -245,6 +282,19 @@ def _generate(arguments: argparse.Namespace) -> int:
     )
     print(answer)
     return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    from lavis_ds.runners.export.export import export
+
+    return export(
+        arguments.checkpoint,
+        arguments.to,
+        dtype=arguments.dtype,
+        adapter=arguments.adapter,
+        dataset=arguments.dataset,
+        verify=not arguments.skip_check,
+    )
 
 
 def _show_config(arguments: argparse.Namespace) -> int:

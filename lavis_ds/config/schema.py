@@ -35,7 +35,12 @@ class ModelConfig(Config):
         None, description="named defaults, read from configs/models/<arch>/<model_type>.yaml"
     )
     pretrained: LocalPath | None = Field(
-        None, description="weights to start from: a checkpoint folder of an earlier run, or its weights folder"
+        None,
+        description="weights of the whole model to start from: a checkpoint folder of an earlier run or of DeepSpeed, "
+        "a folder of weights, or a LAVIS or MiniGPT4Qwen .pth",
+    )
+    finetuned: LocalPath | None = Field(
+        None, description="weights that go over `pretrained`, of the same kinds; some parts alone are enough"
     )
     freeze: Names = Field(
         default_factory=list,
@@ -89,12 +94,12 @@ class ImageProcessorsConfig(ProcessorsConfig):
 
 
 class VideoConfig(Config):
-    """Which frames of a video the model sees; each is a picture of its own."""
+    """Which frames of a video the model sees; each is a picture of its own, but where the model takes videos whole."""
 
     num_frames: int | None = Field(None, ge=1, description="frames a video, evenly spaced; this or fps")
     fps: float | None = Field(None, gt=0, description="frames a second of the video, at most max_frames of them")
     max_frames: int = Field(32, ge=1, description="most frames of a video")
-    timestamps: bool = Field(False, description="write each frame's time before it, as `<12.5 s>`")
+    timestamps: bool = Field(False, description="write each picture's time before it, as `<12.5 s>`")
 
     @model_validator(mode="after")
     def _one_rate(self) -> VideoConfig:
@@ -172,6 +177,9 @@ class ParamGroupConfig(Config):
 
     lr: float | None = Field(None, ge=0, description="peak learning rate of these parameters")
     weight_decay: float | None = Field(None, ge=0, description="weight decay of these parameters")
+    layer_decay: float | None = Field(
+        None, gt=0, le=1, description="factor of lr from each layer to the one before it; the pattern must name a part"
+    )
 
 
 class RunConfig(Config):

@@ -97,9 +97,11 @@ class Collator:
             references=references if any(reference is not None for reference in references) else None,
         )
 
-    def check(self, sample: Sample) -> None:
-        """Raises:
-        SampleError: the sample's pictures, their size or their places do not fit; the message names it.
+    def checked(self, sample: Sample) -> Sample:
+        """The sample, whose pictures fit the model and their places.
+
+        Raises:
+            SampleError: the sample's pictures, their size or their places do not fit; the message names it.
         """
         num_images, places = sample.images.shape[0], sample.image_index.numel()
         if self.image_shape is None and num_images:
@@ -123,6 +125,7 @@ class Collator:
             )
         if sample.labels[0] != IGNORE_INDEX:
             raise _misfit(sample, "the first token is a target, but nothing before it predicts it.")
+        return sample
 
     def _padded(self, rows: Sequence[Tensor], width: int, value: float) -> Tensor:
         padded = pad_sequence(list(rows), batch_first=True, padding_value=value, padding_side=self.padding_side)

@@ -143,11 +143,20 @@ class ImageNativeConfig(ImageProcessorConfig):
     max_pixels: int = Field(
         1_003_520, ge=1, description="larger pictures are shrunk to this many pixels; a token is a square of patches"
     )
+    video_min_pixels: int = Field(131_072, ge=1, description="smaller videos are enlarged to this many pixels")
+    video_max_pixels: int = Field(
+        3_145_728, ge=1, description="larger videos are shrunk to this many pixels; a token is two frames deep"
+    )
+    video_limits: Literal["total", "frame"] = Field(
+        "total", description="the two before are of all frames together (as Qwen3-VL has it) or of each (Qwen2.5-VL)"
+    )
 
     @model_validator(mode="after")
     def _bounds_in_order(self) -> ImageNativeConfig:
-        if self.min_pixels > self.max_pixels:
-            raise ValueError(f"min_pixels ({self.min_pixels}) is larger than max_pixels ({self.max_pixels})")
+        for prefix in ("", "video_"):
+            least, most = getattr(self, f"{prefix}min_pixels"), getattr(self, f"{prefix}max_pixels")
+            if least > most:
+                raise ValueError(f"{prefix}min_pixels ({least}) is larger than {prefix}max_pixels ({most})")
         return self
 
 

@@ -33,7 +33,9 @@ class Image:
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """A video at this place of a turn; its sampled frames take its place before encoding (`lavis_ds.data.video`).
+    """A video at this place of a turn.
+
+    Its sampled frames take its place before encoding (`lavis_ds.data.video`), but where the model takes videos whole.
 
     Attributes:
         path: absolute path of a video file or of a folder of frames, or, with `data`, a name for messages.
@@ -84,6 +86,11 @@ class Conversation:
     def images(self) -> tuple[Image, ...]:
         """All pictures in order of appearance."""
         return tuple(part for turn in self.turns for part in turn.content if isinstance(part, Image))
+
+    @property
+    def pictures(self) -> tuple[Image | Video, ...]:
+        """All pictures, and all videos whose frames have not taken their places, in order of appearance."""
+        return tuple(part for turn in self.turns for part in turn.content if not isinstance(part, Text))
 
     @property
     def videos(self) -> tuple[Video, ...]:

@@ -6,7 +6,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +16,12 @@ from lavis_ds.batch import Sample
 from lavis_ds.config.schema import VideoConfig
 from lavis_ds.data import video
 from lavis_ds.data.builders.base import ConversationStream
-from lavis_ds.data.conversation import Conversation, Image
+from lavis_ds.data.conversation import Conversation, Image, Video
 from lavis_ds.data.order import SampleKey
 from lavis_ds.data.processors.base import ImageProcessor, TextProcessor
+from lavis_ds.data.processors.native import ImageNative
 from lavis_ds.data.processors.views import Views, as_views
-from lavis_ds.errors import DataError, LavisError, SampleError
+from lavis_ds.errors import ConfigError, DataError, LavisError, SampleError
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class Source:
         image_processor: None where the samples have no pictures.
         text_processor: makes ids and labels.
         video: which frames of videos are used.
+
+    Raises:
+        ConfigError: times are asked for before the frames of videos that the model takes whole.
     """
 
     name: str
@@ -40,6 +44,41 @@ class Source:
     image_processor: ImageProcessor | None
     text_processor: TextProcessor
     video: VideoConfig = VideoConfig()  # noqa: RUF009 (frozen)
+
+    def __post_init__(self) -> None:
+        if self.video.timestamps and self.takes_videos:
+            raise ConfigError(
+                "the model takes videos whole and has its own way to tell times.",
+                where=f"datasets.{self.name}.video.timestamps",
+                expected="false",
+            )
+
+    @property
+    def takes_videos(self) -> bool:
+        """Whether the model takes a video as one thing with a time axis; else its frames are pictures."""
+        return isinstance(self.image_processor, ImageNative) and self.text_processor.context.merge_size is not None
+
+    def with_frames(self, conversation: Conversation, *, pixels: bool = True) -> Conversation:
+        """The conversation with frames in the place of videos that the model can't take; see `video.expand`."""
+        if not conversation.videos or self.takes_videos:
+            return conversation
+        return video.expand(conversation, self.video, pixels=pixels)
+
+
+class Opened(NamedTuple):
+    """A sample whose pictures are decoded and whose text is not encoded yet.
+
+    Attributes:
+        key: which it is.
+        conversation: under its full id, without videos.
+        images: its pictures.
+        rng: its source of randomness, used for the pictures already.
+    """
+
+    key: SampleKey
+    conversation: Conversation
+    images: list[Views]
+    rng: np.random.Generator
 
 
 class EncodedDataset(Dataset[Sample]):
@@ -74,10 +113,18 @@ class EncodedDataset(Dataset[Sample]):
         Raises:
             SampleError: anything about the sample went wrong; the message names it, and the file where it is one.
         """
-        return self.encode(self._conversation(key.dataset, key.index), key)
+        return self.encode(self.open(key))
 
-    def encode(self, conversation: Conversation, key: SampleKey) -> Sample:
-        """As `[key]`, of a conversation that is there already.
+    def open(self, key: SampleKey) -> Opened:
+        """The sample of `key`, its pictures decoded; `encode` does the rest.
+
+        Raises:
+            SampleError: as on access.
+        """
+        return self.open_conversation(self._conversation(key.dataset, key.index), key)
+
+    def open_conversation(self, conversation: Conversation, key: SampleKey) -> Opened:
+        """As `open`, of a conversation that is there already.
 
         Raises:
             SampleError: as on access.
@@ -85,13 +132,23 @@ class EncodedDataset(Dataset[Sample]):
         source = self.sources[key.dataset]
         rng = np.random.default_rng([self.seed, key.epoch, key.dataset, key.index])
         with _named(source, conversation) as conversation:
-            if conversation.videos:
-                conversation = video.expand(conversation, source.video)
-            images = [_pixels(source.image_processor, image, conversation.id, rng) for image in conversation.images]
+            conversation = source.with_frames(conversation)
+            images = [_pixels(source, part, conversation.id, rng) for part in conversation.pictures]
+            return Opened(key, conversation, images, rng)
+
+    def encode(self, opened: Opened) -> Sample:
+        """The sample of what `open` gave.
+
+        Raises:
+            SampleError: as on access.
+        """
+        key, conversation = opened.key, opened.conversation
+        processor = self.sources[key.dataset].text_processor
+        with _about(conversation.id):
             if self.as_prompts:
-                sample = source.text_processor.prompt(_with_question(conversation), images)
+                sample = processor.prompt(_with_question(conversation), opened.images)
             else:
-                sample = source.text_processor(conversation, images, rng)
+                sample = processor(conversation, opened.images, opened.rng)
             return replace(sample, dataset=key.dataset, position=key.position)
 
     def count(self, dataset: int, index: int) -> tuple[int, int]:
@@ -111,9 +168,8 @@ class EncodedDataset(Dataset[Sample]):
         """
         source = self.sources[dataset]
         with _named(source, self._conversation(dataset, index)) as conversation:
-            if conversation.videos:
-                conversation = video.expand(conversation, source.video, pixels=False)
-            images = [_no_pixels(source.image_processor, image, conversation.id) for image in conversation.images]
+            conversation = source.with_frames(conversation, pixels=False)
+            images = [_no_pixels(source, part, conversation.id) for part in conversation.pictures]
             return source.text_processor(conversation, images, np.random.default_rng(0))
 
     def _conversation(self, dataset: int, index: int) -> Conversation:
@@ -155,18 +211,28 @@ def _with_question(conversation: Conversation) -> Conversation:
     if conversation.references is None:
         return conversation
     question = next((turn.text for turn in reversed(conversation.turns) if turn.role == "user"), "")
-    asked = {"question": question, "images": [image.path for image in conversation.images]}
+    asked = {"question": question, "images": [part.path for part in conversation.pictures]}
     return replace(conversation, references={**asked, **conversation.references})
 
 
-def _pixels(processor: ImageProcessor | None, image: Image, sample_id: str, rng: np.random.Generator) -> Views:
-    processor = _required(processor, sample_id)
-    return as_views(processor(processor.open(image), rng))
+def _pixels(source: Source, part: Image | Video, sample_id: str, rng: np.random.Generator) -> Views:
+    processor = _required(source.image_processor, sample_id)
+    if isinstance(part, Video):
+        return _native(processor).video(video.frame_images(part, source.video))
+    return as_views(processor(processor.open(part), rng))
 
 
-def _no_pixels(processor: ImageProcessor | None, image: Image, sample_id: str) -> Views:
-    """All that counting tokens needs to know of a picture: V."""
-    return Views(torch.empty((_required(processor, sample_id).count_views(image), 3, 0, 0), dtype=torch.uint8))
+def _no_pixels(source: Source, part: Image | Video, sample_id: str) -> Views:
+    """All that counting tokens needs to know of a picture or video: V, and its times."""
+    processor = _required(source.image_processor, sample_id)
+    if isinstance(part, Video):
+        return _native(processor).video_without_pixels(video.frame_images(part, source.video, pixels=False))
+    return Views(torch.empty((processor.count_views(part), 3, 0, 0), dtype=torch.uint8))
+
+
+def _native(processor: ImageProcessor) -> ImageNative:
+    assert isinstance(processor, ImageNative)  # else frames would have taken the video's place
+    return processor
 
 
 def _required(processor: ImageProcessor | None, sample_id: str) -> ImageProcessor:

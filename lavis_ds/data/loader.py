@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 from lavis_ds.batch import Batch, Sample, Unusable
 from lavis_ds.data.collate import Collator
-from lavis_ds.data.dataset import EncodedDataset
+from lavis_ds.data.dataset import EncodedDataset, Opened
 from lavis_ds.data.order import SampleKey
 from lavis_ds.data.plan import Row, StepPlan
 from lavis_ds.data.worker import SupervisedBatches, Watch, usable
@@ -85,13 +85,21 @@ class _MicroBatches(Dataset[Batch | LavisError]):
     def __getitem__(self, rows: list[Row]) -> Batch | LavisError:
         unusable: list[Unusable] = []
         try:
-            samples = [[sample for key in row if (sample := self._load(key, unusable)) is not None] for row in rows]
+            # All pictures come first: their pixels drive text's code and tables out of the processor's caches.
+            opened = [[self._open(key, unusable) for key in row] for row in rows]
+            samples = [[sample for one in row if (sample := self._encode(one, unusable)) is not None] for row in opened]
             return self._collator(samples, unusable)
         except LavisError as error:
             return error
         finally:
             self._watch.finish()
 
-    def _load(self, key: SampleKey, unusable: list[Unusable]) -> Sample | None:
+    def _open(self, key: SampleKey, unusable: list[Unusable]) -> Opened | None:
         self._watch.begin(key)
-        return usable(lambda: self._dataset[key], self._collator.check, unusable)
+        return usable(lambda: self._dataset.open(key), unusable)
+
+    def _encode(self, opened: Opened | None, unusable: list[Unusable]) -> Sample | None:
+        if opened is None:
+            return None
+        self._watch.begin(opened.key)
+        return usable(lambda: self._collator.checked(self._dataset.encode(opened)), unusable)

@@ -133,7 +133,7 @@ class _StreamedBatches(IterableDataset[Batch | LavisError]):
             key = SampleKey(0, start + row, lane.epoch, start + row)
             self._watch.begin(key)
             streamed, key = _following(lane), replace(key, epoch=lane.epoch)
-            sample = usable(partial(self._encode, streamed, key), self._collator.check, unusable)
+            sample = usable(partial(self._encode, streamed, key), unusable)
             rows.append([] if sample is None else [sample])
         self._watch.finish()
         return replace(self._collator(rows, unusable), stream_state=lane.state_dict())
@@ -142,7 +142,7 @@ class _StreamedBatches(IterableDataset[Batch | LavisError]):
         own_id, conversation = streamed
         if isinstance(conversation, DataError):
             raise SampleError.about(f"{self._data.sources[0].name}/{own_id}", conversation)
-        return self._data.encode(conversation, key)
+        return self._collator.checked(self._data.encode(self._data.open_conversation(conversation, key)))
 
 
 def _following(lane: Lane) -> Streamed:

@@ -1,4 +1,4 @@
-"""Videos as pictures: which frames a model sees, and how they are read."""
+"""Which frames of a video a model sees, and how they are read."""
 
 from __future__ import annotations
 
@@ -71,13 +71,22 @@ def expand(conversation: Conversation, config: VideoConfig, *, pixels: bool = Tr
 
 def _frame_parts(video: Video, config: VideoConfig, pixels: bool) -> list[Content]:
     parts: list[Content] = []
-    for time, image in _images(video, config, pixels):
+    for time, image in frame_images(video, config, pixels=pixels):
         parts += [Text(f"<{time:.1f} s>"), image] if config.timestamps else [image]
     return parts
 
 
-def _images(video: Video, config: VideoConfig, pixels: bool) -> list[tuple[float, Image]]:
-    """Frames of a folder are pictures as any other, opened when they are needed."""
+def frame_images(video: Video, config: VideoConfig, *, pixels: bool = True) -> list[tuple[float, Image]]:
+    """Each of `sample_times` with its frame. Those of a folder are pictures as any other, opened when they are needed.
+
+    Args:
+        video: a file or a folder of frames.
+        config: which frames.
+        pixels: see `expand`.
+
+    Raises:
+        DataError: the video is missing, empty or damaged.
+    """
     if _is_folder(video):
         files = frame_files(video.path)
         return [(time, Image(files[int(time)])) for time in sample_times(video, config)]

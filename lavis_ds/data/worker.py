@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
-from lavis_ds.batch import Batch, Sample, Unusable
+from lavis_ds.batch import Batch, Unusable
 from lavis_ds.data.dataset import EncodedDataset
 from lavis_ds.data.order import SampleKey
 from lavis_ds.errors import DataError, LavisError, SampleError
@@ -127,15 +127,13 @@ class SupervisedBatches(Iterator[Batch]):
         return getattr(self._batches, "_workers", [])
 
 
-def usable(make: Callable[[], Sample], check: Callable[[Sample], None], unusable: list[Unusable]) -> Sample | None:
-    """What `make` gives and `check` lets pass; else None, and why in `unusable`."""
+def usable(make: Callable[[], Item], unusable: list[Unusable]) -> Item | None:
+    """What `make` gives; None where the sample can't be used, and why in `unusable`."""
     try:
-        sample = make()
-        check(sample)
+        return make()
     except SampleError as error:
         unusable.append(Unusable(error.sample_id, error.source, str(error)))
         return None
-    return sample
 
 
 class Watch:

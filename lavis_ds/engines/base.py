@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lavis_ds.batch import Batch
+from lavis_ds.optim.adamw import NO_FACTORS
 
 
 @dataclass(frozen=True)
@@ -59,8 +60,11 @@ class Engine(Protocol):
         """Add the gradient of a scalar, divided by the number of ranks and by nothing else."""
         ...
 
-    def step(self, lr: float) -> StepResult:
-        """Clip and update. `lr` is the schedule's value; a parameter group scales it by its own `lr_scale`."""
+    def step(self, lr: float, factors: Mapping[str, float] = NO_FACTORS) -> StepResult:
+        """Clip and update. `lr` is the schedule's value; a parameter group scales it by its own `lr_scale`.
+
+        `factors` scales it once more in this step, by the name of the group.
+        """
         ...
 
     def save(self, folder: Path) -> None:
@@ -82,6 +86,19 @@ class Engine(Protocol):
     def describe(self) -> dict[str, Any]:
         """What a checkpoint's manifest says of the layout (engine, ranks, ZeRO stage, precision)."""
         ...
+
+
+def saved_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Parameters that belong to the weights, by name: all but those stored in 4 bits.
+
+    These never change, and are made anew from the weights that the model is built of.
+    """
+    yield from ((name, parameter) for name, parameter in module.named_parameters() if not is_stored_small(parameter))
+
+
+def is_stored_small(parameter: Tensor) -> bool:
+    """Whether it holds codes of fewer bits in place of numbers."""
+    return not parameter.is_floating_point()
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ from lavis_ds import distributed
 from lavis_ds.batch import Batch
 from lavis_ds.config.schema import RunConfig
 from lavis_ds.engines import ds_config
-from lavis_ds.engines.base import StepResult, persistent_buffers
+from lavis_ds.engines.base import StepResult, is_stored_small, persistent_buffers, saved_parameters
 from lavis_ds.errors import CheckpointError
 from lavis_ds.models.parts import match_constants
-from lavis_ds.optim.adamw import adamw, scale_learning_rates
+from lavis_ds.optim.adamw import NO_FACTORS, adamw, scale_learning_rates
 
 _TAG = "deepspeed"
 
@@ -57,6 +57,7 @@ class DeepSpeedEngine:
         )
         _forget_trial_step(optimizer)
         self.module: nn.Module = self._engine.module
+        self._has_small_weights = any(map(is_stored_small, self.module.parameters()))
         match_constants(self.module)  # DeepSpeed casts parameters alone
 
     def __call__(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -72,8 +73,8 @@ class DeepSpeedEngine:
         # The runner has already divided by the targets of the global batch.
         self._engine.backward(loss, scale_wrt_gas=False)
 
-    def step(self, lr: float) -> StepResult:
-        scale_learning_rates(self._optimizer, lr)
+    def step(self, lr: float, factors: Mapping[str, float] = NO_FACTORS) -> StepResult:
+        scale_learning_rates(self._optimizer, lr, factors)
         if self._stage == 0:
             return self._step_without_zero()
         self._engine.step()
@@ -94,7 +95,9 @@ class DeepSpeedEngine:
         return StepResult(norm if applied else float("inf"), applied)
 
     def save(self, folder: Path) -> None:
-        self._engine.save_checkpoint(str(folder), tag=_TAG, save_latest=False)
+        self._engine.save_checkpoint(
+            str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._has_small_weights
+        )
 
     def load(self, folder: Path) -> None:
         if not (folder / _TAG).is_dir():
@@ -103,12 +106,12 @@ class DeepSpeedEngine:
                 where=str(folder),
                 hint="Was it written by run.engine=torch?",
             )
-        path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG)
+        path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=not self._has_small_weights)
         if path is None:  # DeepSpeed's way of saying that nothing was loaded
             raise CheckpointError("DeepSpeed found no checkpoint here.", where=str(folder))
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in saved_parameters(self.module):
             with deepspeed.zero.GatheredParameters([parameter], enabled=self._stage == 3):
                 yield name, parameter.detach()
         yield from persistent_buffers(self.module)

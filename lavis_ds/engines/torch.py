@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,10 @@ from torch.nn.parallel import DistributedDataParallel
 from lavis_ds import distributed
 from lavis_ds.batch import Batch
 from lavis_ds.config.schema import RunConfig
-from lavis_ds.engines.base import StepResult, persistent_buffers
+from lavis_ds.engines.base import StepResult, persistent_buffers, saved_parameters
 from lavis_ds.engines.ds_config import BatchPlan
 from lavis_ds.errors import CheckpointError, ConfigError
-from lavis_ds.optim.adamw import adamw, scale_learning_rates
+from lavis_ds.optim.adamw import NO_FACTORS, adamw, scale_learning_rates
 
 _STATE_FILE = "torch_engine.pt"
 
@@ -71,23 +71,22 @@ class TorchEngine:
     def backward(self, loss: Tensor) -> None:
         torch.autograd.backward(loss)
 
-    def step(self, lr: float) -> StepResult:
+    def step(self, lr: float, factors: Mapping[str, float] = NO_FACTORS) -> StepResult:
         parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         applied = bool(norm.isfinite())
         if applied:
             if self._grad_clip is not None:
                 torch.nn.utils.clip_grads_with_norm_(parameters, self._grad_clip, norm)
-            scale_learning_rates(self._optimizer, lr)
+            scale_learning_rates(self._optimizer, lr, factors)
             self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return StepResult(float(norm) if applied else float("inf"), applied)
 
     def save(self, folder: Path) -> None:
         if self.data_parallel_rank == 0:
-            torch.save(
-                {"module": self.module.state_dict(), "optimizer": self._optimizer.state_dict()}, folder / _STATE_FILE
-            )
+            weights = {name: tensor.detach() for name, tensor in self.full_tensors()}
+            torch.save({"module": weights, "optimizer": self._optimizer.state_dict()}, folder / _STATE_FILE)
 
     def load(self, folder: Path) -> None:
         path = folder / _STATE_FILE
@@ -98,11 +97,16 @@ class TorchEngine:
                 hint="Was it written by run.engine=deepspeed?",
             )
         state = torch.load(path, map_location=self.device, weights_only=True)
-        self.module.load_state_dict(state["module"])
+        absent = {name for name, _ in self.full_tensors()} - state["module"].keys()
+        if absent:
+            raise CheckpointError(
+                f"tensors of the model are missing: {', '.join(sorted(absent)[:3])}.", where=str(path)
+            )
+        self.module.load_state_dict(state["module"], strict=False)
         self._optimizer.load_state_dict(state["optimizer"])
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from self.module.named_parameters()
+        yield from saved_parameters(self.module)
         yield from persistent_buffers(self.module)
 
     def describe(self) -> dict[str, Any]:

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, ClassVar, Self
 
 from torch import Tensor, nn
 
 from lavis_ds.batch import Batch
-from lavis_ds.config.schema import ModelConfig
+from lavis_ds.config.schema import ModelConfig, ParamGroupConfig
+from lavis_ds.models.configs import AdaptedConfig
 from lavis_ds.models.parts import Part
 from lavis_ds.models.patterns import parameters_of
+from lavis_ds.models.quantised import quantise
 from lavis_ds.models.skeleton import reads_weights
-from lavis_ds.models.weights import load_weights
+from lavis_ds.models.weights import Loaded, holds_adapters, load_weights, start_notices
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """What a model has to say about an optimizer step.
+
+    Attributes:
+        metrics: name -> number (or list of integers), over all micro-batches and ranks.
+        lr_factors: name of a parameter group -> factor of its learning rate in this step.
+    """
+
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    lr_factors: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -41,9 +57,11 @@ class Model(nn.Module, ABC):
 
     Attributes:
         config: its options, an instance of `Config`.
+        notices: what the start of a new run should say of its weights, a line each.
     """
 
     Config: ClassVar[type[ModelConfig]] = ModelConfig
+    notices: Sequence[str] = ()
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -58,17 +76,60 @@ class Model(nn.Module, ABC):
             CheckpointError: weights are missing or do not fit.
         """
         model = cls(config)
-        if config.pretrained is not None and reads_weights():
-            load_weights(model, config.pretrained)
+        sources = _sources(config) if reads_weights() else []
+
+        def fill(*, partial: bool, adapted: bool) -> list[Loaded]:
+            chosen = [path for path, *kind in sources if kind == [partial, adapted]]
+            return [load_weights(model, path, partial=partial) for path in chosen]
+
+        loads = [*fill(partial=False, adapted=False), *model.complete()]
         model.freeze(config.freeze)
+        loads += fill(partial=True, adapted=False)
+        model.adapt()  # adapters start from the weights they go beside, so these are there by now
+        loads += [*fill(partial=False, adapted=True), *fill(partial=True, adapted=True)]
+        model.notices = start_notices(model, loads) if reads_weights() else []
         return model.train()
+
+    def adapt(self) -> None:
+        """Store parts in 4 bits and put adapters into them, as their options say.
+
+        Raises:
+            ConfigError: the adapters do not suit the part.
+        """
+        for name, part in self.parts().items():
+            options: AdaptedConfig | None = getattr(self.config, name, None)
+            if not isinstance(options, AdaptedConfig) or not isinstance(part, Part):
+                continue
+            if options.quantize is not None and reads_weights():
+                quantise(part, options.quantize, f"model.{name}.quantize")
+            if options.lora is not None:
+                from lavis_ds.models import adapters  # PEFT takes seconds to import
+
+                adapters.add_adapters(part, options.lora, f"model.{name}.lora")
+
+    def complete(self) -> list[Loaded]:
+        """What a model still has to do once `pretrained` is in, before anything is frozen. Returns what it filled."""
+        return []
+
+    def own_groups(self) -> dict[str, ParamGroupConfig]:
+        """Pattern -> settings of parameters that the model's own options name; they go before `run.param_groups`."""
+        return {}
+
+    def before_step(self, step: int) -> StepSettings:
+        """Called once an optimizer step, on all ranks, after the last micro-batch and before weights are updated.
+
+        Args:
+            step: the one that is about to be taken; the first is 1.
+        """
+        return StepSettings()
 
     @abstractmethod
     def forward(self, batch: Batch) -> tuple[Tensor, ...]:
         """Float32 tensors in a tuple, which DeepSpeed can walk.
 
-        Sum of token losses; number of right targets; sums of token losses by dataset (D,), as `Batch.by_dataset` counts
-        them; then what else a model's own task asks for.
+        Sum of token losses, to which a model in training adds what else it is to minimise, on the same scale; number of
+        right targets; sums of token losses by dataset (D,), as `Batch.by_dataset` counts them; then what else a model's
+        own task asks for.
         """
 
     @abstractmethod
@@ -108,6 +169,19 @@ class Model(nn.Module, ABC):
         """Special tokens that stand before and after each picture, where the model was trained with such."""
         return None
 
+    @property
+    def placeholders(self) -> tuple[str, str] | None:
+        """Special tokens on the places of pictures and on those of videos, where the model was trained with such."""
+        return None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Positions a second of video, in a model of native resolution that places frames in time.
+
+        None in one that reads their times as text, and in those that take frames as pictures.
+        """
+        return None
+
     def describe(self) -> dict[str, str]:
         """What the start of a run should say about choices made here, such as the attention kernel."""
         return {}
@@ -141,6 +215,12 @@ class Model(nn.Module, ABC):
                 for module in part.children():
                     module.train(not is_frozen(module))
         return self
+
+
+def _sources(config: ModelConfig) -> list[tuple[str, bool, bool]]:
+    """The weights that go over those of parts: path, whether some parts are enough, whether adapters are in it."""
+    paths = ((config.pretrained, False), (config.finetuned, True))
+    return [(str(path), partial, holds_adapters(path)) for path, partial in paths if path is not None]
 
 
 def is_frozen(module: nn.Module) -> bool:

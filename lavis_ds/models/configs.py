@@ -9,9 +9,44 @@ from pydantic import Field, model_validator
 from lavis_ds import registry
 from lavis_ds.config.base import ComponentOf, Config, LocalPath, NamedConfig
 from lavis_ds.config.schema import ModelConfig
+from lavis_ds.models.moe.configs import MoEConfig
 
 
-class VisionEncoderConfig(NamedConfig):
+class LoraConfig(Config):
+    """Low-rank adapters inside a part, under PEFT's names; the part's own weights do not train."""
+
+    r: int = Field(16, ge=1, description="rank")
+    lora_alpha: float = Field(32, gt=0, description="the adapters' output is scaled by this over r")
+    lora_dropout: float = Field(0.0, ge=0, lt=1, description="dropout probability of the adapters' input")
+    target_modules: Literal["all-linear"] | list[str] = Field(
+        "all-linear",
+        description="linear layers that get adapters: all but the output layer, or ends of names (q_proj) and regular "
+        "expressions for whole names",
+    )
+    exclude_modules: list[str] = Field(default_factory=list, description="layers left out, named in the same way")
+    target_parameters: list[str] = Field(
+        default_factory=list, description="parameters that are no layer's weight, such as mlp.experts.gate_up_proj"
+    )
+    also_train: list[str] = Field(
+        default_factory=list, description="parameters of the part that train in full: modules or patterns inside it"
+    )
+    use_dora: bool = Field(False, description="learn the norms of weights apart (DoRA)")
+    use_rslora: bool = Field(False, description="scale by lora_alpha over the root of r")
+    init_lora_weights: bool | Literal["gaussian"] = Field(
+        True, description="true: uniform as PEFT does; gaussian; false: random, so that the start differs from the base"
+    )
+
+
+class AdaptedConfig(Config):
+    """Options of a part that can be trained through adapters."""
+
+    lora: LoraConfig | None = Field(None, description="train low-rank adapters in place of the weights")
+    quantize: Literal["nf4", "fp4"] | None = Field(
+        None, description="store the frozen weights of linear layers in 4 bits (QLoRA); needs `lora` to train"
+    )
+
+
+class VisionEncoderConfig(NamedConfig, AdaptedConfig):
     """Options that every vision encoder has."""
 
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
@@ -24,7 +59,7 @@ class TimmViTConfig(VisionEncoderConfig):
     model_name: str = Field("vit_base_patch16_224", description="timm model name; its mean and std normalise pixels")
     image_size: int = Field(224, ge=1, description="height and width of the pictures, in pixels")
     pretrained: bool = Field(False, description="load timm's weights for model_name (from its hub or cache)")
-    weights: LocalPath | None = Field(None, description="safetensors or .pth file to load instead")
+    weights: LocalPath | None = Field(None, description="file to load instead, such as LAVIS's eva_vit_g.pth")
     model_args: dict[str, Any] = Field(
         default_factory=dict, description="arguments of timm's model, such as patch_size, embed_dim, depth, num_heads"
     )
@@ -106,7 +141,7 @@ class QFormerProjectorConfig(ProjectorConfig):
     dropout: float = Field(0.1, ge=0, lt=1, description="dropout probability of hidden states and attention")
 
 
-class LanguageModelConfig(NamedConfig):
+class LanguageModelConfig(NamedConfig, AdaptedConfig):
     """Options that every language model has."""
 
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
@@ -123,6 +158,9 @@ class HFCausalLMConfig(LanguageModelConfig):
     tokenizer: str | None = Field(None, description="hub id or folder of the tokenizer; that of `path` where left out")
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
         "auto", description="attention kernel; auto is sdpa"
+    )
+    experts: Literal["auto", "grouped", "eager"] = Field(
+        "auto", description="how experts run: grouped into one product, or one after the other; auto is grouped"
     )
 
     @model_validator(mode="after")
@@ -149,6 +187,7 @@ class VlmConfig(ModelConfig):
     language: Annotated[LanguageModelConfig, ComponentOf(registry.language_models)] = Field(
         description="the language model"
     )
+    moe: MoEConfig | None = Field(None, description="balance of experts; makes a dense language model sparse")
 
 
 class MiniGPT4QwenConfig(VlmConfig):
@@ -163,7 +202,7 @@ class LlavaQwenConfig(VlmConfig):
     arch: str = "llava_qwen"
 
 
-class QwenVLVisionConfig(Config):
+class QwenVLVisionConfig(AdaptedConfig):
     """Options of Qwen-VL's vision tower, whose shape the whole model gives."""
 
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
@@ -176,6 +215,9 @@ class QwenVLLanguageConfig(QwenVLVisionConfig):
     """Options of Qwen-VL's language model, whose shape the whole model gives."""
 
     tokenizer: str | None = Field(None, description="hub id or folder of the tokenizer; that of `path` where left out")
+    experts: Literal["auto", "grouped", "eager"] = Field(
+        "auto", description="how experts run: grouped into one product, or one after the other; auto is grouped"
+    )
 
 
 class QwenVLConfig(ModelConfig):
@@ -187,6 +229,7 @@ class QwenVLConfig(ModelConfig):
     )
     vision: QwenVLVisionConfig = Field(default_factory=QwenVLVisionConfig, description="the vision tower")
     language: QwenVLLanguageConfig = Field(default_factory=QwenVLLanguageConfig, description="the language model")
+    moe: MoEConfig | None = Field(None, description="balance of experts; makes a dense language model sparse")
 
     @model_validator(mode="after")
     def _one_source(self) -> QwenVLConfig:

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,9 +18,14 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
 from lavis_ds.errors import CheckpointError, ConfigError, did_you_mean
+from lavis_ds.models.conversion import qwen_folder, qwen_tokenizer
 from lavis_ds.models.skeleton import reads_weights
 
+_UNDECLARED = {"qwen3_moe": {"head_dim"}}
+"""model_type -> keys that its modeling code reads, and the hub's files have, but its configuration class does not name."""
+
 _OLD_KEYS = {"model_type", "architectures", "torch_dtype", "transformers_version", "rope_theta", "rope_scaling"}
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "spiece*", "*.tiktoken", "sentencepiece*")
 
 
 def read_config(path: str, where: str) -> Any:
@@ -29,7 +35,10 @@ def read_config(path: str, where: str) -> Any:
         CheckpointError: there is nothing, or no model.
     """
     with explained(path, where), quiet():
-        return AutoConfig.from_pretrained(os.path.expanduser(path))
+        if original := qwen_folder.find(path):
+            return qwen_folder.read_config(original, where)
+        _require(path, ["config.json"], "is no model: it has no config.json")
+        return AutoConfig.from_pretrained(os.path.expanduser(path), trust_remote_code=False)
 
 
 def config_of_shape(shape: Mapping[str, Any], where: str, **defaults: Any) -> Any:
@@ -48,7 +57,7 @@ def config_of_shape(shape: Mapping[str, Any], where: str, **defaults: Any) -> An
         text = " ".join(str(error).split())
         raise ConfigError(f"transformers can't build this: {text[:300]}.", where=where, hint=hint) from error
     known = [field.name for field in dataclasses.fields(config)] + list(config.attribute_map)
-    for key in shape.keys() - set(known) - _OLD_KEYS:
+    for key in shape.keys() - set(known) - _OLD_KEYS - _UNDECLARED.get(model_type, set()):
         raise ConfigError(f"a {model_type} has no such key.", where=f"{where}.{key}", hint=did_you_mean(key, known))
     return config
 
@@ -61,30 +70,61 @@ def make_model(auto_class: Any, config: Any, **options: Any) -> nn.Module:
     return model
 
 
-def load_model(auto_class: Any, path: str, where: str, *, config: Any = None, **options: Any) -> nn.Module:
+def load_model(
+    auto_class: Any, path: str, where: str, *, config: Any = None, holds_more: bool = False, **options: Any
+) -> nn.Module:
     """A model with all its weights, float32; with its shapes alone inside `skeleton.without_weights`.
 
+    Args:
+        auto_class: of transformers.
+        path: folder or hub id.
+        where: the key that says so.
+        config: the model's, where it is not quite the one at `path`.
+        holds_more: the model is a part of what is at `path`, whose other tensors are nobody's concern.
+        options: of `from_pretrained`.
+
     Raises:
-        CheckpointError: there are no weights, or they do not cover the model.
+        CheckpointError: there are no weights, or they do not fit the model.
     """
     if not reads_weights():
         return make_model(auto_class, config or read_config(path, where), **options)
-    if config is not None:
-        options["config"] = config
     with explained(path, where), quiet():
+        if original := qwen_folder.find(path):
+            return qwen_folder.load_model(auto_class, original, config or read_config(path, where), where, **options)
+        if config is not None:
+            options["config"] = config
+        _require(path, ["config.json"], "is no model: it has no config.json")
         model, info = auto_class.from_pretrained(
-            os.path.expanduser(path), dtype=torch.float32, output_loading_info=True, **options
+            os.path.expanduser(path),
+            dtype=torch.float32,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are listed below; transformers only counts them
+            trust_remote_code=False,
+            **options,
         )
-    missing = sorted(info["missing_keys"])
-    if missing:
+    _check_fit(type(model).__name__, info, path, where, holds_more=holds_more)
+    loaded: nn.Module = model
+    return loaded
+
+
+def _check_fit(model: str, info: Mapping[str, Any], path: str, where: str, *, holds_more: bool) -> None:
+    shapes = [f"{key} is {tuple(given)}, not {tuple(own)}" for key, given, own in info["mismatched_keys"]]
+    missing = set(info["missing_keys"]) - {key for key, _, _ in info["mismatched_keys"]}
+    findings = [
+        f"{what} {len(names)} tensors: {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}"
+        for what, names in (
+            ("lack", missing),
+            ("hold, and it has no place for,", [] if holds_more else info["unexpected_keys"]),
+            ("have other shapes of", shapes),
+        )
+        if names
+    ]
+    if findings:
         raise CheckpointError(
-            f"the weights at {path} lack {len(missing)} tensors of a {type(model).__name__}: {', '.join(missing[:3])}"
-            f"{', ...' if missing[3:] else ''}.",
+            f"the weights at {path} do not fit a {model}. They {'; they '.join(findings)}.",
             where=where,
             hint="Are they of another architecture?",
         )
-    loaded: nn.Module = model
-    return loaded
 
 
 def load_tokenizer(path: str, where: str) -> Any:
@@ -94,10 +134,25 @@ def load_tokenizer(path: str, where: str) -> Any:
         CheckpointError: there is none.
     """
     with explained(path, where), quiet():
-        tokenizer: Any = AutoTokenizer.from_pretrained(os.path.expanduser(path))
+        original = qwen_folder.find(path)
+        if original and (original / qwen_tokenizer.FILE).is_file():
+            return qwen_tokenizer.qwen_tokenizer(original)
+        _require(path, _TOKENIZER_FILES, "has no tokenizer files")
+        tokenizer: Any = AutoTokenizer.from_pretrained(os.path.expanduser(path), trust_remote_code=False)
     if len(tokenizer) <= len(tokenizer.all_special_tokens):  # what transformers makes of a folder without its files
         raise CheckpointError(f"there are no tokenizer files at {path}.", where=where)
     return tokenizer
+
+
+def _require(path: str, names: Sequence[str], otherwise: str) -> None:
+    """Refuse a folder that has none of the files, which transformers would take for a hub id or for an empty tokenizer.
+
+    Raises:
+        OSError: see `explained`.
+    """
+    folder = Path(os.path.expanduser(path))
+    if folder.is_dir() and not any(found for name in names for found in folder.glob(name)):
+        raise OSError(f"it {otherwise}.")
 
 
 @contextlib.contextmanager
@@ -111,6 +166,8 @@ def explained(path: str, where: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
+        if "trust_remote_code" in reason:
+            reason = "it needs Python code of its own, which is never run; only models that transformers has itself work."
         if os.path.isdir(os.path.expanduser(path)):
             raise CheckpointError(f"the folder {path} can't be loaded: {reason[:300]}", where=where) from error
         if path.startswith(("/", ".", "~")) or path.count("/") > 1:

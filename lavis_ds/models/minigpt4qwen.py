@@ -23,10 +23,10 @@ class MiniGPT4Qwen(Vlm):
         """
         super().freeze(patterns)
         qformer = getattr(self.projector, "qformer", None)
-        if qformer is not None and is_frozen(qformer) and self.config.pretrained is None:
+        if qformer is not None and is_frozen(qformer) and not (self.config.pretrained or self.config.finetuned):
             raise ConfigError(
                 "the Q-Former is frozen and its weights are random.",
                 where="model.pretrained",
-                expected="a folder of weights that holds the projector's, such as converted BLIP-2 weights",
+                expected="weights that hold the Q-Former's, such as BLIP-2's blip2_pretrained_flant5xxl.pth",
                 hint="Set it, or take the Q-Former out of model.freeze.",
             )

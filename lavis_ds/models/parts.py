@@ -13,7 +13,9 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor, nn
 
+from lavis_ds.errors import ConfigError
 from lavis_ds.models.configs import LanguageModelConfig, ProjectorConfig, VisionEncoderConfig
+from lavis_ds.models.moe.configs import MoEConfig
 
 
 class Part(nn.Module):
@@ -29,6 +31,13 @@ class Part(nn.Module):
     def train_frozen(self) -> None:
         """Enter the mode of a part that is wholly frozen while others train: no dropout, no stochastic depth."""
         self.eval()
+
+    def output_layers(self) -> tuple[nn.Module, ...]:
+        """Linear layers that adapters and 4-bit weights leave out unless they are named: those that give logits."""
+        return ()
+
+    def adapters_added(self) -> None:
+        """Called when modules inside were replaced: by such with adapters, or back."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Engines cast whole modules to bf16; float32 constants (pixel statistics, rotary angles) stay as they are.
@@ -114,6 +123,8 @@ class LanguageModel(Part, ABC):
         num_layers: transformer layers.
         tokenizer: the model's Hugging Face tokenizer.
         attention: the attention kernel in use, as reported when a run starts.
+        experts: how its experts run, likewise; None where it has none.
+        balance_coefficient: of the balance loss that the model's own configuration asks for; 0 where it asks for none.
     """
 
     Config: ClassVar[type[LanguageModelConfig]] = LanguageModelConfig
@@ -122,6 +133,23 @@ class LanguageModel(Part, ABC):
     num_layers: int
     tokenizer: Any
     attention: str
+    experts: str | None = None
+    balance_coefficient: float = 0.0
+
+    def choose_experts(self) -> None:
+        """Set how experts run, and `experts`. Called once it is known whether there are any."""
+
+    def upcycle(self, options: MoEConfig) -> None:
+        """Become sparse, with experts that are copies of the dense layers.
+
+        Raises:
+            ConfigError: it can't.
+        """
+        raise ConfigError(
+            f"a {type(self).__name__} can't be made sparse.",
+            where="model.moe.num_experts",
+            hint="hf_causal_lm can, with a Qwen2, Qwen3, Llama or Mistral.",
+        )
 
     @abstractmethod
     def embed(self, input_ids_BT: Tensor) -> Tensor:

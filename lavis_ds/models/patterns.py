@@ -33,3 +33,8 @@ def parameters_of(model: nn.Module, pattern: str, where: str) -> list[str]:
             hint=did_you_mean(pattern, [*modules, *names]),
         )
     return found
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter, by its name, is a low-rank adapter's (PEFT's names)."""
+    return ".lora_" in name

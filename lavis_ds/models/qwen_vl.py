@@ -64,6 +64,7 @@ class QwenVL(NextTokenModel):
             self.vision.sourced, self.language.sourced = ("tower",), ("decoder", "lm_head")
         if config.vision.gradient_checkpointing:
             self.vision.tower.gradient_checkpointing_enable({"use_reentrant": False})
+        self.set_up_experts()
 
     @property
     def tokens_per_image(self) -> Fraction:
@@ -84,6 +85,14 @@ class QwenVL(NextTokenModel):
     @property
     def image_marks(self) -> tuple[str, str]:
         return "<|vision_start|>", "<|vision_end|>"
+
+    @property
+    def placeholders(self) -> tuple[str, str]:
+        return "<|image_pad|>", "<|video_pad|>"
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        return self.vision.tokens_per_second
 
     def describe(self) -> dict[str, str]:
         return {**super().describe(), "vision attention": self.vision.attention}
@@ -149,7 +158,7 @@ class Qwen3VL(QwenVL):
 
 @registry.register_model("qwen3_vl_moe")
 class Qwen3VLMoE(Qwen3VL):
-    """Qwen3-VL with experts; the types are in `configs/models/qwen3_vl_moe/`. No balance loss is added."""
+    """Qwen3-VL with experts; the types are in `configs/models/qwen3_vl_moe/`."""
 
     Config = Qwen3VLMoEConfig
     model_type = "qwen3_vl_moe"
@@ -165,7 +174,6 @@ def _build(config: QwenVLConfig, model_type: str, tokenizer: Any) -> Any:
         if config.path is not None:
             shape = hub.read_config(config.path, "model.path")
             _check_family(shape, model_type, "model.path")
-            _check_router(shape.text_config)
             return hub.load_model(
                 AutoModelForImageTextToText, config.path, "model.path", config=shape, attn_implementation=kernels
             )
@@ -207,18 +215,8 @@ def _shape(options: dict[str, Any], model_type: str, tokenizer: Any) -> Any:
     rest = {"model_type": model_type, **options, "text_config": text, "vision_config": vision}
     shape = hub.config_of_shape(rest, _WHERE, **ids)
     _check_family(shape, model_type, f"{_WHERE}.model_type")
-    _check_router(text)
     _check_fit(text, vision)
     return shape
-
-
-def _check_router(text: Any) -> None:
-    if getattr(text, "output_router_logits", False):
-        raise ConfigError(
-            "the configuration asks for a balance loss of the experts (output_router_logits), which is not added here.",
-            where=f"{_WHERE}.text_config.output_router_logits",
-            expected="false",
-        )
 
 
 def _check_fit(text: Any, vision: Any) -> None:

@@ -38,6 +38,7 @@ class Vlm(NextTokenModel):
         )
         self.vision, self.projector, self.language = vision, projector, language  # the order of `parts()`
         self._tokens_per_image = projector.num_tokens(vision.num_tokens)
+        self.set_up_experts()
 
     @property
     def tokens_per_image(self) -> int:

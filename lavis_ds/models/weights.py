@@ -1,65 +1,102 @@
-"""A model's weights in a folder: `model.safetensors`, or `model-*.safetensors` with an index, by parameter name."""
+"""A model's weights: filled from files of ours or of others, and written to `model.safetensors` by parameter name."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lavis_ds.errors import CheckpointError
+from lavis_ds.models.conversion import lavis
+from lavis_ds.models.conversion.lavis import Converted
+from lavis_ds.models.conversion.source import INDEX, SINGLE, files_in, open_safetensors, open_weights, weights_folder
+from lavis_ds.models.conversion.stored import fill
 from lavis_ds.models.parts import Part
+from lavis_ds.models.patterns import is_adapter
 
-_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a source of weights filled.
+
+    Attributes:
+        names: the model's tensors that have their values from it.
+        notices: what the user should know, a line each.
+    """
+
+    names: frozenset[str]
+    notices: tuple[str, ...]
 
 
-def load_weights(model: nn.Module, folder: str | Path) -> None:
-    """Fill `model` from `folder`, or from `weights/` in it. Nothing is changed unless everything fits.
+def load_weights(model: nn.Module, path: str | Path, *, partial: bool = False) -> Loaded:
+    """Fill `model` from a file or folder, one tensor at a time. Nothing is changed unless everything fits.
 
-    Every tensor of the files must be the model's, in the same shape. Every parameter of the model must be in the files,
-    except those that a part has from a source of its own (`Part.sourced`).
+    The kind is recognised by content: weights or a checkpoint of ours; a file of LAVIS or MiniGPT4Qwen; a checkpoint
+    folder of DeepSpeed, or of a DeepSpeed pipeline, with either's names.
+
+    Every tensor must be the model's, in the same shape, but for what `conversion.lavis` can account for. Every
+    parameter of the model must be there, except those that a part has from a source of its own (`Part.sourced`).
+
+    Args:
+        model: what is filled.
+        path: the file or folder.
+        partial: parameters may be missing, as long as one that trains is there.
 
     Raises:
-        CheckpointError: the folder holds no weights, a file is damaged, or names or shapes differ.
+        CheckpointError: there are no weights, a file is damaged, or names or shapes differ.
     """
-    keys = read_keys(folder)
+    stored = open_weights(path)
+    found = lavis.convert(stored) if lavis.is_lavis(stored) else Converted(stored)
     tensors = model.state_dict(keep_vars=True)
-    _check_fit(model, tensors, keys, folder)
-    by_file: dict[Path, list[str]] = defaultdict(list)
-    for key, path in keys.items():
-        by_file[path].append(key)
-    for path, names in by_file.items():
-        with safe_open(path, framework="pt") as file, torch.no_grad():
-            for name in names:
-                tensors[name].copy_(file.get_tensor(name))
+    _check_fit(model, tensors, found, path, partial=partial)
+    for name, tensor in found.tensors.items():
+        fill(tensors[name], tensor)
+    return Loaded(frozenset(found.tensors), tuple(_notices(found, path, partial=partial)))
+
+
+def holds_adapters(path: str | Path) -> bool:
+    """Whether weights were saved from a model with adapters.
+
+    Raises:
+        CheckpointError: as `load_weights`, as far as names show.
+    """
+    return any(map(is_adapter, open_weights(path)))
+
+
+def start_notices(model: nn.Module, loads: Sequence[Loaded]) -> list[str]:
+    """What was loaded, and loudly, what starts from random weights."""
+    lines = [line for loaded in loads for line in loaded.notices]
+    filled = {name for loaded in loads for name in loaded.names}
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    left = _unsourced(model) - filled
+    if left:
+        lines.append(
+            f"RANDOM WEIGHTS: {', '.join(_modules(left, sizes))} ({sum(sizes[name] for name in left):,} of "
+            f"{sum(sizes.values()):,} parameters). What should not start from scratch needs model.pretrained, or its "
+            "part's own path or weights."
+        )
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad} & left
+    if frozen:
+        lines.append(f"FROZEN WITH RANDOM WEIGHTS: {', '.join(_modules(frozen, sizes))}. This will never learn.")
+    return lines
 
 
 def read_keys(folder: str | Path) -> dict[str, Path]:
-    """Tensor name -> the file that holds it.
+    """Tensor name -> the safetensors file of a folder that holds it.
 
     Raises:
         CheckpointError: there are no weights, or a file is missing or damaged.
     """
-    folder = Path(folder)
-    root = folder / "weights" if (folder / "weights").is_dir() else folder
-    if (root / _INDEX).is_file():
-        files = [root / name for name in sorted(set(_read_index(root / _INDEX).values()))]
-    else:
-        files = [root / _SINGLE]
-    keys: dict[str, Path] = {}
-    for path in files:
-        if not path.is_file():
-            what = "there is no such folder." if not folder.is_dir() else f"{path.name} is missing."
-            raise CheckpointError(what, where=str(root), expected=f"a folder with {_SINGLE} or {_INDEX}")
-        with _open(path) as file:
-            keys.update(dict.fromkeys(file.keys(), path))
-    return keys
+    root = weights_folder(Path(folder))
+    files = files_in(root)
+    if not files:
+        raise CheckpointError("this folder holds no weights.", where=str(root), expected=f"{SINGLE} or {INDEX}")
+    return {key: path for path in files for key in open_safetensors(path).keys()}  # noqa: SIM118
 
 
 def save_weights(
@@ -104,7 +141,7 @@ def save_weights(
 def _name_shards(root: Path, shards: list[list[str]], total_bytes: int) -> None:
     """Give the parts their final names, which hold the number of files, and write the index."""
     if len(shards) == 1:
-        (root / "part-00000").rename(root / _SINGLE)
+        (root / "part-00000").rename(root / SINGLE)
         return
     weight_map: dict[str, str] = {}
     for number, names in enumerate(shards):
@@ -112,51 +149,81 @@ def _name_shards(root: Path, shards: list[list[str]], total_bytes: int) -> None:
         (root / f"part-{number:05d}").rename(root / final)
         weight_map |= dict.fromkeys(names, final)
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
-    (root / _INDEX).write_text(json.dumps(index, indent=2))
+    (root / INDEX).write_text(json.dumps(index, indent=2))
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        weight_map: dict[str, str] = json.loads(path.read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError("this index of weights is damaged.", where=str(path)) from error
-    return weight_map
-
-
-def _open(path: Path) -> Any:
-    try:
-        return safe_open(path, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"this file of weights is damaged ({error}).", where=str(path)) from error
-
-
-def _check_fit(model: nn.Module, tensors: dict[str, Tensor], keys: dict[str, Path], folder: str | Path) -> None:
-    unknown = [key for key in keys if key not in tensors]
-    missing = _required(model, tensors) - keys.keys()
-    shapes = _shapes(keys)
+def _check_fit(
+    model: nn.Module, tensors: dict[str, Tensor], found: Converted, path: str | Path, *, partial: bool
+) -> None:
+    given = found.tensors
+    unknown = [name for name in given if name not in tensors]
+    absent = set() if partial else _unsourced(model) - given.keys()
+    missing = [name for name in absent if not name.startswith(found.may_lack or ("\0",))]
     differing = [
-        f"{key} is {shapes[key]} in the file and {tuple(tensors[key].shape)} in the model"
-        for key in keys
-        if key in tensors and shapes[key] != tuple(tensors[key].shape)
+        f"{name} is {tensor.shape} in the file and {tuple(tensors[name].shape)} in the model"
+        for name, tensor in given.items()
+        if name in tensors and tensor.shape != tuple(tensors[name].shape)
     ]
     findings = [
         f"{len(names)} of {total} {what}: {', '.join(sorted(names)[:3])}{', ...' if len(names) > 3 else ''}"
         for names, total, what in (
-            (unknown, len(keys), "tensors in the files are not the model's"),
+            (unknown, len(given), "tensors in the files are not the model's"),
             (missing, len(tensors), "tensors of the model are not in the files"),
-            (differing, len(keys), "tensors have another shape"),
+            (differing, len(given), "tensors have another shape"),
         )
         if names
     ]
     if findings:
         raise CheckpointError(
-            f"these weights do not fit the model; {'; '.join(findings)}.",
-            where=str(folder),
-            hint="Were they made with another model.arch or model_type? The run's config.yaml tells.",
+            f"these weights do not fit the model; {'; '.join(findings)}.", where=str(path), hint=_hint(missing, unknown)
+        )
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    if partial and not trained & given.keys():
+        raise CheckpointError(
+            "none of these tensors is one that trains.",
+            where="model.finetuned",
+            given=f"{path} with {', '.join(_modules(given, dict.fromkeys(tensors, 1)))}",
+            hint="What is frozen belongs into model.pretrained; or take it out of model.freeze.",
         )
 
 
-def _required(model: nn.Module, tensors: dict[str, Tensor]) -> set[str]:
+def _hint(missing: Sequence[str], unknown: Sequence[str]) -> str:
+    if "blocks.0.attn.qkv.weight" in unknown:
+        return "This is a vision tower alone: name it in model.vision.weights."
+    if not unknown and any(name.startswith("vision.vit.") for name in missing):
+        return "BLIP-2's tower has a file of its own: name eva_vit_g.pth in model.vision.weights."
+    partly = " Weights of some parts alone belong into model.finetuned." if missing and not unknown else ""
+    return f"Were they made with another model.arch or model_type? The run's config.yaml tells.{partly}"
+
+
+def _notices(found: Converted, path: str | Path, *, partial: bool) -> list[str]:
+    key = "model.finetuned" if partial else "model.pretrained"
+    lines = [f"{key}: {len(found.tensors)} tensors of {path}."]
+    if found.left_out:
+        parts = [
+            f"{len(names)} of {why} ({', '.join(sorted(names)[:2])}{', ...' if names[2:] else ''})"
+            for why, names in found.left_out.items()
+        ]
+        lines.append(f"{key}: left out {'; '.join(parts)}.")
+    return lines
+
+
+def _modules(names: Iterable[str], sizes: dict[str, int]) -> list[str]:
+    """The shortest names of at most two components that stand for `names`, and for no others of the model's."""
+    wanted, others = set(names), sizes.keys() - set(names)
+    parts = sorted({name.split(".")[0] for name in wanted})
+    return [
+        found
+        for part in parts
+        for found in (
+            sorted({".".join(name.split(".")[:2]) for name in wanted if name.startswith(f"{part}.")})
+            if any(name.startswith(f"{part}.") for name in others)
+            else [part]
+        )
+    ]
+
+
+def _unsourced(model: nn.Module) -> set[str]:
     """First names of the parameters (tied ones count once) that no part has from elsewhere."""
     sourced = tuple(
         f"{prefix}.{name}." if prefix else f"{name}."
@@ -165,11 +232,3 @@ def _required(model: nn.Module, tensors: dict[str, Tensor]) -> set[str]:
         for name in module.sourced
     )
     return {name for name, _ in model.named_parameters() if not name.startswith(sourced or ("\0",))}
-
-
-def _shapes(keys: dict[str, Path]) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {}
-    for path in dict.fromkeys(keys.values()):
-        with _open(path) as file:
-            shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118
-    return shapes

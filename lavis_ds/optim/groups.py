@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from lavis_ds.config.schema import RunConfig
 from lavis_ds.errors import ConfigError
+from lavis_ds.models.base import Model
 from lavis_ds.models.patterns import matching, parameters_of
+from lavis_ds.optim.layer_decay import depths
 
 Parameters = dict[str, nn.Parameter]
 
@@ -26,8 +29,9 @@ def param_groups(model: nn.Module, run: RunConfig) -> list[dict[str, Any]]:
     if not trainable:
         raise ConfigError("every parameter is frozen; there is nothing to train.", where="model.freeze")
     rest, groups = dict(trainable), []
-    for pattern, options in run.param_groups.items():
-        where = f"run.param_groups.{pattern}"
+    own = model.own_groups() if isinstance(model, Model) else {}
+    for pattern, options in {**own, **run.param_groups}.items():
+        where = "model" if pattern in own else f"run.param_groups.{pattern}"
         selected = matching(pattern, parameters_of(model, pattern, where))
         chosen = {name: rest.pop(name) for name in selected if name in rest}
         if not chosen:
@@ -36,8 +40,24 @@ def param_groups(model: nn.Module, run: RunConfig) -> list[dict[str, Any]]:
             raise ConfigError(f"this has no effect: all {len(selected)} matching parameters {reason}.", where=where)
         lr = run.init_lr if options.lr is None else options.lr
         weight_decay = run.weight_decay if options.weight_decay is None else options.weight_decay
-        groups += _split(pattern, chosen, lr, weight_decay, run)
+        if options.layer_decay is None:
+            groups += _split(pattern, chosen, lr, weight_decay, run)
+            continue
+        for label, layer, factor in _layers(pattern, selected, chosen, options.layer_decay, where):
+            groups += _split(label, layer, lr * factor, weight_decay, run)
     return groups + _split("default", rest, run.init_lr, run.weight_decay, run)
+
+
+def _layers(
+    pattern: str, names: list[str], chosen: Parameters, decay: float, where: str
+) -> Iterator[tuple[str, Parameters, float]]:
+    """The chosen parameters by distance from the output: label, parameters, factor of the learning rate."""
+    found = depths(names)
+    if found is None:
+        raise ConfigError("there is no stack of layers here.", where=f"{where}.layer_decay", given=pattern)
+    for depth in sorted({found[name] for name in chosen}):
+        layer = {name: parameter for name, parameter in chosen.items() if found[name] == depth}
+        yield f"{pattern}/depth_{depth}", layer, decay**depth
 
 
 def _split(name: str, parameters: Parameters, lr: float, weight_decay: float, run: RunConfig) -> list[dict[str, Any]]:
@@ -65,6 +85,14 @@ class PartRow(NamedTuple):
     parameters: int
     trainable: int
     lr: tuple[float, ...]
+
+    def text(self) -> str:
+        """The row without the part's name."""
+        if not self.trainable:
+            return f"{self.parameters:,}, frozen"
+        share = "all train" if self.trainable == self.parameters else f"{self.trainable:,} train"
+        highest, lowest = f"{self.lr[0]:.3g}", f"{self.lr[-1]:.3g}"
+        return f"{self.parameters:,}, {share}, lr {highest if highest == lowest else f'{lowest} to {highest}'}"
 
 
 def parameter_table(model: nn.Module, groups: list[dict[str, Any]]) -> list[PartRow]:

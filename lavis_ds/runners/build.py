@@ -51,7 +51,13 @@ def build_task(config: RootConfig) -> Task:
 def text_context(model: Model) -> TextContext:
     """What encoding text needs to know of the model."""
     return TextContext(
-        model.tokenizer, model.tokens_per_image, model.config.max_txt_len, model.merge_size, model.image_marks
+        tokenizer=model.tokenizer,
+        tokens_per_image=model.tokens_per_image,
+        max_length=model.config.max_txt_len,
+        merge_size=model.merge_size,
+        image_marks=model.image_marks,
+        placeholders=model.placeholders,
+        tokens_per_second=model.tokens_per_second,
     )
 
 

@@ -32,7 +32,8 @@ def generate(checkpoint: str, prompt: str, images: Sequence[str], *, max_new_tok
     if missing:
         raise ConfigError("there is no such picture.", where="--image", given=missing[0])
     config = load(folder / "config.yaml").config
-    config = config.model_copy(update={"model": config.model.model_copy(update={"pretrained": str(folder)})})
+    weights = {"pretrained": str(folder), "finetuned": None}
+    config = config.model_copy(update={"model": config.model.model_copy(update=weights)})
 
     import torch
 

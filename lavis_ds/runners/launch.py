@@ -68,7 +68,7 @@ def _for_evaluation(loaded: LoadedConfig, folder: Path, split: str | None) -> Ro
     return config.model_copy(
         update={
             "run": config.run.model_copy(update={"test_splits": splits}),
-            "model": config.model.model_copy(update={"pretrained": str(folder)}),
+            "model": config.model.model_copy(update={"pretrained": str(folder), "finetuned": None}),
         }
     )
 

@@ -148,7 +148,8 @@ def _check_paths(config: RootConfig) -> None:
     """Local folders that the model is read from exist. Hub ids (`Qwen/Qwen3-0.6B`) can't be judged here."""
     for key, value in _strings(config.model, "model"):
         leaf = key.rpartition(".")[2]
-        if leaf in {"path", "tokenizer", "pretrained", "weights"} and value.startswith(("/", "./", "../", "~")):
+        is_path = leaf in {"path", "tokenizer", "pretrained", "finetuned", "weights"}
+        if is_path and value.startswith(("/", "./", "../", "~")):
             if not Path(os.path.expanduser(value)).exists():
                 raise ConfigError("there is no such file or folder.", where=key, given=value)
         elif leaf in {"path", "tokenizer"} and value.count("/") > 1 and not Path(value).exists():

@@ -77,6 +77,7 @@ def _counts_key(config: RootConfig, source: Source) -> str | None:
     return cache.fingerprint(
         lavis_ds.__version__, cache.stamp(files), config.run.train_splits, options, tokenizer,
         str(context.tokens_per_image), context.max_length, context.merge_size, context.image_marks,
+        context.tokens_per_second,
     )  # fmt: skip
 
 

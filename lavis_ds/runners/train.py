@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from lavis_ds import distributed
@@ -12,9 +12,11 @@ from lavis_ds.batch import Batch
 from lavis_ds.config.load import to_yaml
 from lavis_ds.config.schema import Interval, RootConfig
 from lavis_ds.errors import NonFiniteError
+from lavis_ds.optim.groups import param_groups, parameter_table
 from lavis_ds.runners import build, checkpoint, environment, observers, step_plan
 from lavis_ds.runners.configs import TrainRunnerConfig
 from lavis_ds.runners.evaluate import evaluate
+from lavis_ds.runners.gradient_check import GradientCheck
 from lavis_ds.runners.job import Job
 from lavis_ds.runners.meter import GroupCounts, StepTimer, peak_memory_bytes, reduce_outputs
 from lavis_ds.runners.observers.base import Observer, RunInfo
@@ -44,6 +46,7 @@ class TrainRunner:
         self.model = build.build_model(config)
         self.text_context = build.text_context(self.model)
         self.work = self.model.work()
+        self.parts = parameter_table(self.model, param_groups(self.model, self.run_config))
         self.engine = build.build_engine(config, self.model, self.plan)
         self._build_data()
         self.state = TrainState(
@@ -93,7 +96,7 @@ class TrainRunner:
         groups = build.train_loader(self.config, self.train_data, collator, self.steps, state.step, self.data_state)
         engine.module.train()
         with StopRequest() as stop, contextlib.closing(groups):
-            timer = StepTimer()
+            timer, gradients = StepTimer(), GradientCheck(self.model)
             for group in groups:
                 timer.data_arrived()
                 epoch = int(state.epoch)
@@ -107,10 +110,15 @@ class TrainRunner:
                         output = self.task.train_step(engine, batch.to(engine.device))
                         engine.backward(output.loss_sum * (engine.data_parallel_size / counts.divisor))
                     outputs.append(output)
+                if gradients is not None:
+                    self._say(gradients.finish(has_pictures=any(batch.image_index.numel() for batch in group)))
+                    gradients = None
                 loss_sum, metrics = reduce_outputs(outputs)
                 loss = self._require_finite(loss_sum / counts.divisor, "loss", group)
                 lr = self.schedule(state.step, self.schedule_shape)
-                result = engine.step(lr)
+                settings = self.model.before_step(state.step + 1)
+                metrics.update(settings.metrics)
+                result = engine.step(lr, settings.lr_factors)
                 if not result.applied:
                     self._skipped(result.grad_norm, group)
                 consumed = counts.samples + counts.unusable
@@ -205,8 +213,7 @@ class TrainRunner:
             )
             if distributed.is_main():
                 result.write(self.job.folder / "eval")
-                for line in result.notices():
-                    self._watch(lambda observer, text=line: observer.on_message(text))  # type: ignore[misc]
+                self._say(result.notices())
             self._watch(lambda observer, r=result: observer.on_evaluate(r.split, r.step, r.metrics, r.predictions))  # type: ignore[misc]
 
     # --- around the run --------------------------------------------------------------------------------------------
@@ -219,20 +226,18 @@ class TrainRunner:
             self.job.folder, self.total_steps, self.config.model_dump(mode="json"), self._summary(), self.state.step
         )
         self._watch(lambda observer: observer.on_start(info, self.state))
-        for line in self.job.notices:
-            self._watch(lambda observer, text=line: observer.on_message(text))  # type: ignore[misc]
+        self._say([*self.job.notices, *(self.model.notices if self.job.resume_from is None else [])])
 
     def _summary(self) -> dict[str, str]:
-        parameters = list(self.model.parameters())
-        sizes = [getattr(p, "ds_numel", p.numel()) for p in parameters]
-        trainable = sum(size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad)
+        total, trainable = sum(row.parameters for row in self.parts), sum(row.trainable for row in self.parts)
         layout = self.engine.describe()
         plan, ranks = self.plan, self.engine.data_parallel_size
         factors = f"{plan.micro_batch_size} (micro-batch) x {plan.accumulation} (accumulation) x {ranks} (ranks)"
         return {
             "run folder": str(self.job.folder),
             "model": self.config.model.arch,
-            "parameters": f"{sum(sizes):,} of which {trainable:,} train",
+            "parameters": f"{total:,} of which {trainable:,} train",
+            **{f"  {row.part}": row.text() for row in self.parts},
             **self.model.describe(),
             "engine": ", ".join(f"{key} {value}" for key, value in layout.items()),
             "global batch": f"{plan.global_batch_size} = {factors}",
@@ -242,6 +247,10 @@ class TrainRunner:
             "steps": f"{self.state.step:,} of {self.total_steps:,} done",
             "device": str(self.engine.device),
         }
+
+    def _say(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._watch(lambda observer, text=line: observer.on_message(text))  # type: ignore[misc]
 
     def _watch(self, call: Callable[[Observer], object]) -> None:
         for observer in self.observers:

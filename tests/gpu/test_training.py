@@ -119,3 +119,31 @@ def test_padded_batches_run_flash_attention(project: Path) -> None:
     """Right-padded rows need no mask, so PyTorch's SDPA can take its flash kernel."""
     kernels = run_ranks(kernels_of_a_step, 1, str(project), timeout_s=SECONDS, join_group=False, cpu_only=False)[0]
     assert any("flash" in name for name in kernels), sorted(kernels)
+
+
+@pytest.fixture(scope="module")
+def adapted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """Metrics of runs with adapters: beside float32 weights, and beside 4-bit ones, also stopped and resumed."""
+    project = make_project(tmp_path_factory.mktemp("adapted"), save_every=None, num_workers=0)
+    lora = ["model.language.lora.r=4", "model.vision.lora.use_dora=true"]
+    small = [*lora, "model.language.quantize=nf4"]
+    runs: list[tuple[str, list[str], str | None]] = []
+    for engine in ("torch", "zero2", "zero3"):
+        bf16 = [*small, *options_of(engine, "bf16")]
+        runs += [
+            (f"lora_{engine}", [*lora, *options_of(engine, "fp32")], None),
+            (f"qlora_{engine}", bf16, None),
+            (f"resumed_{engine}", [*bf16, "run.stop_at_step=5"], None),
+            (f"resumed_{engine}", bf16, "auto"),
+        ]
+    return run(project, runs)
+
+
+@pytest.mark.parametrize("engine", ["torch", "zero2", "zero3"])
+def test_adapters_learn_the_same_on_every_engine(engine: str, adapted: dict[str, list[dict[str, Any]]]) -> None:
+    reference = losses(adapted["lora_torch"])
+    assert losses(adapted[f"lora_{engine}"]) == pytest.approx(reference, abs=1e-4)
+    small = losses(adapted[f"qlora_{engine}"])
+    assert small == pytest.approx(reference, abs=0.2)
+    assert small[-1] < small[0]
+    assert losses(adapted[f"resumed_{engine}"]) == pytest.approx(small, abs=1e-3)

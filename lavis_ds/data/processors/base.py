@@ -30,6 +30,9 @@ class TextContext:
         max_length: longest sample in tokens.
         merge_size: patches a side of a token, where the model has multimodal rotary positions.
         image_marks: tokens that stand before and after each picture.
+        placeholders: tokens on the places of pictures and on those of videos, where the model was trained with such.
+        tokens_per_second: positions a second of video, in models of native resolution that place its frames in time;
+            None in those that read their times as text.
     """
 
     tokenizer: Any
@@ -37,10 +40,8 @@ class TextContext:
     max_length: int
     merge_size: int | None = None
     image_marks: tuple[str, str] | None = None
-
-    def places(self, views: Views) -> int:
-        """Tokens that a picture fills."""
-        return int(len(views) * self.tokens_per_image)
+    placeholders: tuple[str, str] | None = None
+    tokens_per_second: float | None = None
 
 
 class ImageProcessor(ABC):
@@ -108,8 +109,9 @@ class TextProcessor(ABC):
         """Encode for training or for the loss in evaluation.
 
         Args:
-            conversation: without videos.
-            images: (V, 3, H, W) uint8 of each picture, or (3, H, W); only V matters where tokens are counted.
+            conversation: without videos, or with such as the model takes whole.
+            images: (V, 3, H, W) uint8 of each picture, or (3, H, W); only V matters where tokens are counted. Of whole
+                videos their patches and times.
             rng: the only source of randomness.
 
         Raises:

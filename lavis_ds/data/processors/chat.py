@@ -22,7 +22,8 @@ from lavis_ds.data.configs import ChatConfig
 from lavis_ds.data.conversation import Conversation, Text, Turn
 from lavis_ds.data.processors.base import TextContext, TextProcessor
 from lavis_ds.data.processors.layouts import Exchange, Independent, InTurn, Layout, Writer
-from lavis_ds.data.processors.mrope import mrope_positions
+from lavis_ds.data.processors.mrope import boxes, mrope_positions
+from lavis_ds.data.processors.pictures import PictureWriter
 from lavis_ds.data.processors.templates import ChatTemplate
 from lavis_ds.data.processors.tokens import TextEncoder, Tokens
 from lavis_ds.data.processors.views import Views, as_views
@@ -58,8 +59,8 @@ class Chat(TextProcessor):
         ids = (self._tokenizer.pad_token_id, self._tokenizer.eos_token_id, template.end)
         filler = next(i for i in ids if i is not None)
         self._end = template.end
-        marks = image_marks(context, encoder)
-        self._writer = Writer(encoder, template, filler, marks, learns_all=config.train_on == "all")
+        pictures = PictureWriter(context, encoder, filler)
+        self._writer = Writer(encoder, template, pictures, learns_all=config.train_on == "all")
         if context.merge_size is not None and config.turns == "independent":
             raise ConfigError(
                 "independent questions can't stand side by side with positions in time, height and width.",
@@ -111,12 +112,11 @@ class Chat(TextProcessor):
         if self.config.system is not None and not (turns and turns[0].role == "system"):
             system = Turn("system", (Text(self.config.system),))
             conversation = replace(conversation, turns=(system, *turns))
-        places = [self.context.places(pixels) for pixels in images]
         layout = Independent if self.config.turns == "independent" else InTurn
-        return layout(self._writer, conversation, places)
+        return layout(self._writer, conversation, images)
 
     def _check(self, conversation: Conversation, images: Sequence[Views]) -> None:
-        places = len(conversation.images)
+        places = len(conversation.pictures)
         if places != len(images):
             raise DataError(f"{len(images)} pictures were given for {places} places.", where=conversation.id)
         if len(images) and self.context.tokens_per_image == 0:
@@ -199,12 +199,6 @@ def _check_plain(special: Iterable[str], tokenizer: Any, encoder: TextEncoder) -
             )
 
 
-def image_marks(context: TextContext, encoder: TextEncoder) -> tuple[Sequence[int], Sequence[int]]:
-    """Ids that stand before and after each picture; none for most models."""
-    before, after = context.image_marks or ("", "")
-    return encoder.markup(before, is_first=False), encoder.markup(after, is_first=False)
-
-
 def sample_of(
     conversation: Conversation,
     pieces: Sequence[Tokens],
@@ -236,7 +230,7 @@ def sample_of(
         id=conversation.id,
         input_ids=torch.from_numpy(ids),
         labels=torch.from_numpy(np.where(weights > 0, ids, IGNORE_INDEX)),
-        position_ids=_positions(tokens, kept, context.merge_size),
+        position_ids=_positions(tokens, kept, context),
         images=_joined([views.pixels for views in kept]),
         image_grids=_grids(kept) if context.merge_size is not None else None,
         image_index=tokens.image_index,
@@ -246,11 +240,12 @@ def sample_of(
     )
 
 
-def _positions(tokens: Tokens, pictures: Sequence[Views], merge_size: int | None) -> Tensor:
-    grids = [views.grid for views in pictures if views.grid is not None]
-    if merge_size is None or len(grids) < len(pictures):  # where tokens are counted, nobody asks for positions
+def _positions(tokens: Tokens, pictures: Sequence[Views], context: TextContext) -> Tensor:
+    is_counted = any(views.grid is None for views in pictures)  # where tokens are counted, nobody asks for positions
+    if context.merge_size is None or is_counted:
         return torch.arange(len(tokens))
-    return mrope_positions(len(tokens), tokens.pictures, grids, merge_size)
+    shown = [box for views in pictures for box in boxes(views, context.tokens_per_second)]
+    return mrope_positions(len(tokens), tokens.runs, shown, context.merge_size)
 
 
 def _grids(pictures: Sequence[Views]) -> Tensor:

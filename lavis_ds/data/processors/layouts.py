@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from lavis_ds.data.conversation import Content, Conversation, Image, Role, Text, Turn
+from lavis_ds.data.processors.pictures import PictureWriter
 from lavis_ds.data.processors.templates import ChatTemplate, Frame
 from lavis_ds.data.processors.tokens import TextEncoder, Tokens
+from lavis_ds.data.processors.views import Views
 from lavis_ds.errors import ConfigError, DataError
 
 Exchange = tuple[Turn, ...]
@@ -23,15 +25,13 @@ class Writer:
     Attributes:
         encoder: text to ids.
         template: what stands around turns.
-        filler: id on places of pictures.
-        marks: ids before and after each picture.
+        pictures: what stands for pictures and videos.
         learns_all: whether what users say is a target too.
     """
 
     encoder: TextEncoder
     template: ChatTemplate
-    filler: int
-    marks: tuple[Sequence[int], Sequence[int]]
+    pictures: PictureWriter
     learns_all: bool
 
     def frames(self, sample_id: str, turns: Iterable[Turn]) -> tuple[Frame, ...]:
@@ -49,31 +49,27 @@ class Writer:
                 hint="Leave the sample out, or change the order of its turns.",
             ) from error
 
-    def turn(self, tokens: Tokens, turn: Turn, frame: Frame, places: Iterator[int]) -> None:
+    def turn(self, tokens: Tokens, turn: Turn, frame: Frame, pictures: Iterator[Views]) -> None:
         """One turn with what the template writes around it.
 
         Args:
             tokens: what it is added to.
             turn: what is said.
             frame: what stands around it.
-            places: number of tokens of each picture to come.
+            pictures: pictures and videos to come.
         """
         weight = turn.weight if turn.role == "assistant" or self.learns_all else 0.0
         tokens.add(frame.before)
-        self.say(tokens, frame.fit(turn.content), weight, places)
+        self.say(tokens, frame.fit(turn.content), weight, pictures)
         tokens.add(frame.after, weight)
         tokens.end_turn()
 
-    def say(self, tokens: Tokens, content: Iterable[Content], weight: float, places: Iterator[int]) -> None:
+    def say(self, tokens: Tokens, content: Iterable[Content], weight: float, pictures: Iterator[Views]) -> None:
         for part in content:
             if isinstance(part, Text):
                 tokens.add(self.encoder.text(part.text), weight)
-            elif isinstance(part, Image):
-                tokens.add(self.marks[0])
-                tokens.add_picture(self.filler, next(places))
-                tokens.add(self.marks[1])
             else:
-                raise TypeError("videos must have become pictures before a conversation is encoded")
+                self.pictures.write(tokens, next(pictures))
 
 
 class Layout(ABC):
@@ -93,19 +89,19 @@ class Layout(ABC):
 class InTurn(Layout):
     """Turn after turn; nothing stands before all of them."""
 
-    def __init__(self, writer: Writer, conversation: Conversation, places: Sequence[int]) -> None:
-        self._writer, self._id, self._places = writer, conversation.id, places
+    def __init__(self, writer: Writer, conversation: Conversation, pictures: Sequence[Views]) -> None:
+        self._writer, self._id, self._views = writer, conversation.id, pictures
         self.exchanges = _exchanges(conversation.turns)
 
     def encode(self, exchanges: Sequence[Exchange], *, open_end: bool = False) -> tuple[Tokens, list[Tokens]]:
         frames = iter(self._writer.frames(self._id, (turn for exchange in exchanges for turn in exchange)))
-        places = iter(self._places)
+        pictures = iter(self._views)
         segments: list[Tokens] = []
         for number, exchange in enumerate(exchanges, start=1):
             segment = Tokens()
             is_open = open_end and number == len(exchanges)
             for turn in exchange[:-1] if is_open else exchange:
-                self._writer.turn(segment, turn, next(frames), places)
+                self._writer.turn(segment, turn, next(frames), pictures)
             if is_open:
                 segment.add(next(frames).before)
             segments.append(segment)
@@ -121,27 +117,27 @@ class Independent(Layout):
         DataError: pictures stand elsewhere, or user and assistant do not take turns.
     """
 
-    def __init__(self, writer: Writer, conversation: Conversation, places: Sequence[int]) -> None:
-        self._writer, self._id, self._places = writer, conversation.id, places
+    def __init__(self, writer: Writer, conversation: Conversation, pictures: Sequence[Views]) -> None:
+        self._writer, self._id, self._views = writer, conversation.id, pictures
         turns = conversation.turns
         self._system = turns[:1] if turns and turns[0].role == "system" else ()
         (question, *answer), *others = _checked(conversation, _exchanges(turns[len(self._system) :]))
-        self._pictures = question.content[: len(places)]
-        self.exchanges = [(replace(question, content=question.content[len(places) :]), *answer), *others]
+        self._pictures = question.content[: len(pictures)]
+        self.exchanges = [(replace(question, content=question.content[len(pictures) :]), *answer), *others]
 
     def encode(self, exchanges: Sequence[Exchange], *, open_end: bool = False) -> tuple[Tokens, list[Tokens]]:
         turns = (*self._system, Turn("user", ()), Turn("assistant", ()))
         *systems, asked, answered = self._writer.frames(self._id, turns)
-        places, prefix = iter(self._places), Tokens()
+        pictures, prefix = iter(self._views), Tokens()
         segments: list[Tokens] = []
         for turn, frame in zip(self._system, systems, strict=True):
-            self._writer.turn(prefix, turn, frame, places)
+            self._writer.turn(prefix, turn, frame, pictures)
         prefix.add(asked.before)
         for question, *answers in exchanges:
             content = asked.fit((*self._pictures, *question.content))
             shared = len(content) - len(question.content) if self._pictures else 0
             if not segments:
-                self._writer.say(prefix, content[:shared], 0.0, places)
+                self._writer.say(prefix, content[:shared], 0.0, pictures)
             segments.append(self._segment(content[shared:], asked, answered, answers, open_end=open_end))
         return prefix, segments
 

@@ -1,4 +1,4 @@
-"""Positions in time, height and width of text with pictures (multimodal rotary positions of Qwen-VL)."""
+"""Positions in time, height and width of text with pictures and videos (multimodal rotary positions of Qwen-VL)."""
 
 from __future__ import annotations
 
@@ -7,30 +7,51 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lavis_ds.data.processors.views import Grid
+from lavis_ds.data.processors.views import Grid, Views, seconds_a_step
+
+Box = tuple[Grid, float]
+"""Patches that a run of places shows, and positions from one step along time to the next."""
 
 
-def mrope_positions(length: int, pictures: Sequence[range], grids: Sequence[Grid], merge_size: int) -> Tensor:
-    """(3, length) int64. Text counts on along all three; a picture has the place of its squares of patches.
+def boxes(views: Views, tokens_per_second: float | None) -> list[Box]:
+    """What each run of a picture's or video's places shows, as `PictureWriter` writes them."""
+    assert views.grid is not None
+    if views.times is None:
+        return [(views.grid, 1.0)]
+    steps, rows, columns = views.grid
+    if tokens_per_second is None:
+        return [((1, rows, columns), 1.0)] * steps
+    # In float32, as the reference has it, for where a product lies just below a whole number it is rounded down.
+    return [(views.grid, float(tokens_per_second * torch.tensor(seconds_a_step(views.times), dtype=torch.float32)))]
 
-    What follows a picture goes on after the largest place in it along height and width.
+
+def mrope_positions(length: int, runs: Sequence[range], shown: Sequence[Box], merge_size: int) -> Tensor:
+    """(3, length) int64. Text counts on along all three; a run of places has the places of its squares of patches.
+
+    What follows a run goes on after the largest place in it along height and width.
 
     Args:
         length: tokens of the sample.
-        pictures: places of each picture's tokens, in order.
-        grids: patches of each picture.
+        runs: places of each picture's or video's tokens, in order.
+        shown: what each of them shows.
         merge_size: patches a side that one token stands for.
 
-    Source: M-RoPE, https://arxiv.org/abs/2409.12191; `get_rope_index` of transformers' Qwen2-VL.
+    Source: M-RoPE, https://arxiv.org/abs/2409.12191; `get_rope_index` of transformers' Qwen2.5-VL and Qwen3-VL.
     """
     parts: list[Tensor] = []
     place, position = 0, 0
-    for run, (frames, rows, columns) in zip(pictures, grids, strict=True):
+    for run, ((steps, rows, columns), interval) in zip(runs, shown, strict=True):
         text = run.start - place
         parts.append(torch.arange(position, position + text).expand(3, -1))
         position += text
-        sides = (frames, rows // merge_size, columns // merge_size)
-        parts.append(torch.stack(torch.meshgrid(*map(torch.arange, sides), indexing="ij")).flatten(1) + position)
-        place, position = run.stop, position + max(sides[1:])
+        height, width = rows // merge_size, columns // merge_size
+        axes = (_times(steps, interval), torch.arange(height), torch.arange(width))
+        parts.append(torch.stack(torch.meshgrid(*axes, indexing="ij")).flatten(1) + position)
+        place, position = run.stop, position + max(height, width)
     parts.append(torch.arange(position, position + length - place).expand(3, -1))
     return torch.cat(parts, dim=1)
+
+
+def _times(steps: int, interval: float) -> Tensor:
+    times = torch.arange(steps)
+    return times if interval == 1 else (times * torch.tensor(interval, dtype=torch.float32)).long()

@@ -14,7 +14,8 @@ from lavis_ds.batch import IGNORE_INDEX, Sample
 from lavis_ds.data.configs import PlainConfig
 from lavis_ds.data.conversation import Conversation, Text
 from lavis_ds.data.processors.base import TextContext, TextProcessor
-from lavis_ds.data.processors.chat import image_marks, sample_of
+from lavis_ds.data.processors.chat import sample_of
+from lavis_ds.data.processors.pictures import PictureWriter
 from lavis_ds.data.processors.tokens import TextEncoder, Tokens
 from lavis_ds.data.processors.views import Views, as_views
 from lavis_ds.errors import ConfigError, DataError
@@ -43,7 +44,7 @@ class Plain(TextProcessor):
         self._encoder = TextEncoder(tokenizer)
         self._first = [] if tokenizer.bos_token_id is None else [int(tokenizer.bos_token_id)]
         self._end = int(tokenizer.eos_token_id)
-        self._marks = image_marks(context, self._encoder)
+        self._writer = PictureWriter(context, self._encoder, self._end)
 
     def __call__(
         self, conversation: Conversation, images: Sequence[Tensor | Views], rng: np.random.Generator
@@ -82,9 +83,7 @@ class Plain(TextProcessor):
         tokens = Tokens()
         tokens.add(self._first)
         for views in images:
-            tokens.add(self._marks[0])
-            tokens.add_picture(self._end, self.context.places(views))
-            tokens.add(self._marks[1])
+            self._writer.write(tokens, views)
         return tokens
 
     def _cut(self, tokens: Tokens, conversation: Conversation) -> int:

@@ -63,12 +63,14 @@ class Tokens:
     Attributes:
         ids: token ids.
         weights: factor of each token's loss; 0 where it is no target.
-        pictures: places in `ids` of each picture's run of fillers.
+        runs: places in `ids` that pictures and videos fill, in order.
+        pictures: all that stands for each picture or video: one run or, of a video, several, and what is around them.
         turn_ends: where each turn ends.
     """
 
     ids: list[int] = field(default_factory=list)
     weights: list[float] = field(default_factory=list)
+    runs: list[range] = field(default_factory=list)
     pictures: list[range] = field(default_factory=list)
     turn_ends: list[int] = field(default_factory=list)
 
@@ -77,37 +79,43 @@ class Tokens:
 
     @property
     def image_index(self) -> Tensor:
-        """(n,) int64, all places of fillers."""
-        places = [torch.arange(run.start, run.stop) for run in self.pictures]
+        """(n,) int64, all places that pictures and videos fill."""
+        places = [torch.arange(run.start, run.stop) for run in self.runs]
         return torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
 
     def add(self, ids: Sequence[int], weight: float = 0.0) -> None:
         self.ids += ids
         self.weights += [weight] * len(ids)
 
-    def add_picture(self, filler: int, count: int) -> None:
-        self.pictures.append(range(len(self), len(self) + count))
+    def add_places(self, filler: int, count: int) -> None:
+        self.runs.append(range(len(self), len(self) + count))
         self.add([filler] * count)
+
+    def end_picture(self, start: int) -> None:
+        """All from `start` on stands for one picture or video."""
+        self.pictures.append(range(start, len(self)))
 
     def end_turn(self) -> None:
         self.turn_ends.append(len(self))
 
     def append(self, other: Tokens) -> None:
         start = len(self)
-        self.pictures += [range(start + run.start, start + run.stop) for run in other.pictures]
+        self.runs += [range(start + run.start, start + run.stop) for run in other.runs]
+        self.pictures += [range(start + whole.start, start + whole.stop) for whole in other.pictures]
         self.turn_ends += [start + end for end in other.turn_ends]
         self.ids += other.ids
         self.weights += other.weights
 
     def cut(self, length: int) -> int:
-        """Keep the first `length` tokens, or fewer where that would leave a part of a picture.
+        """Keep the first `length` tokens, or fewer where that would leave a part of a picture or a video.
 
         Returns:
             Number of turns that this leaves out or cuts.
         """
-        self.pictures = [run for run in self.pictures if run.start < length]
+        self.pictures = [whole for whole in self.pictures if whole.start < length]
         if self.pictures and self.pictures[-1].stop > length:
             length = self.pictures.pop().start
+        self.runs = [run for run in self.runs if run.start < length]
         del self.ids[length:], self.weights[length:]
         whole = [end for end in self.turn_ends if end <= length]
         num_cut, self.turn_ends = len(self.turn_ends) - len(whole), whole

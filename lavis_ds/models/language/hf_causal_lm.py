@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -14,6 +14,9 @@ from lavis_ds.errors import ConfigError
 from lavis_ds.models import hub
 from lavis_ds.models.configs import HFCausalLMConfig
 from lavis_ds.models.language.segments import attention_mask
+from lavis_ds.models.moe.configs import MoEConfig
+from lavis_ds.models.moe.experts import choose_experts, own_coefficient
+from lavis_ds.models.moe.upcycle import upcycle
 from lavis_ds.models.parts import LanguageModel
 
 _WHERE = "model.language"
@@ -43,8 +46,21 @@ class HFCausalLM(LanguageModel):
         self.vocab_size = int(self.lm.get_output_embeddings().weight.shape[0])
         self.num_layers = int(self.lm.config.num_hidden_layers)
         self._check()
-        if config.gradient_checkpointing:
+        self._config = config
+        self._set_up()
+
+    def choose_experts(self) -> None:
+        self.experts = choose_experts(self.lm, self._config.experts)
+
+    def _set_up(self) -> None:
+        self.balance_coefficient = own_coefficient(self.lm.config)
+        if self._config.gradient_checkpointing:
             self.lm.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def upcycle(self, options: MoEConfig) -> None:
+        """See `LanguageModel.upcycle`; `lm` is then of one of transformers' classes with experts."""
+        self.lm = upcycle(self.lm, options)
+        self._set_up()
 
     def embed(self, input_ids_BT: Tensor) -> Tensor:
         embeds_BTDl: Tensor = self.lm.get_input_embeddings()(input_ids_BT)
@@ -74,6 +90,9 @@ class HFCausalLM(LanguageModel):
             inputs_embeds=embeds_BTDl, attention_mask=attention_mask_BT.long(), **settings
         )
         return ids_BT
+
+    def output_layers(self) -> tuple[nn.Module, ...]:
+        return (self.lm.get_output_embeddings(),)
 
     def train_frozen(self) -> None:
         """As every part, but activations are still recomputed: the gradient passes through on its way to other parts.

@@ -14,6 +14,8 @@ from lavis_ds.errors import DataError
 from lavis_ds.models.base import matrix_elements
 from lavis_ds.models.configs import QwenVLLanguageConfig
 from lavis_ds.models.language.hf_causal_lm import HFCausalLM
+from lavis_ds.models.moe.configs import MoEConfig
+from lavis_ds.models.moe.experts import own_coefficient
 from lavis_ds.models.parts import LanguageModel
 
 
@@ -78,8 +80,16 @@ class QwenVLDecoder(HFCausalLM):
         self.hidden_size, self.vocab_size = int(text.hidden_size), int(text.vocab_size)
         self.num_layers = int(text.num_hidden_layers)
         self._check()
+        self._config: Any = config
+        self.balance_coefficient = own_coefficient(text)
         if config.gradient_checkpointing:
             self.decoder.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def upcycle(self, options: MoEConfig) -> None:
+        """Raises:
+        ConfigError: always; Qwen3-VL has a sparse sibling of its own, `qwen3_vl_moe`.
+        """
+        LanguageModel.upcycle(self, options)
 
     def forward(
         self,
@@ -109,6 +119,9 @@ class QwenVLDecoder(HFCausalLM):
         hidden_BTDl: Tensor = output.last_hidden_state
         return hidden_BTDl
 
+    def adapters_added(self) -> None:
+        self.lm.lm_head = self.lm_head  # the only module that both hold by name
+
     def active_elements(self) -> float:
         """Elements of the matrices that a token meets; of the experts only those that it is sent to."""
         text = self.decoder.config
@@ -127,8 +140,9 @@ class QwenVLDecoder(HFCausalLM):
         **options: Any,
     ) -> Tensor:
         """As `generate`, with positions of the prompts, and features for the first layers."""
-        # A token after a picture comes after its largest position; transformers counts on from the last one's.
-        lag_3B1 = position_ids_3BT.amax((0, 2))[None, :, None] - position_ids_3BT[..., -1:]
+        # A token after a picture comes after its largest position; transformers counts on from the last one's. Positions
+        # along time don't count: steps of a video that lie far apart run ahead of the text behind it.
+        lag_3B1 = position_ids_3BT[1:].amax((0, 2))[None, :, None] - position_ids_3BT[..., -1:]
 
         def complete(_: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             times = len(given["inputs_embeds"]) // len(embeds_BTDl)

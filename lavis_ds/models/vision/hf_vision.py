@@ -52,9 +52,10 @@ class HFVision(VisionEncoder):
         mean, std = _statistics(config.path, str(tower_config.model_type))
         self.pixels = PixelNorm(mean, std, self.image_size)
         self.hidden_size = int(tower_config.hidden_size)
-        num_prefix = _num_prefix_tokens(self.tower)
-        self._num_dropped = num_prefix if config.select_tokens == "patch" else 0
-        self.num_tokens = (self.image_size // int(tower_config.patch_size)) ** 2 + num_prefix - self._num_dropped
+        self.num_prefix_tokens = _num_prefix_tokens(self.tower)
+        self._num_dropped = self.num_prefix_tokens if config.select_tokens == "patch" else 0
+        num_patches = (self.image_size // int(tower_config.patch_size)) ** 2
+        self.num_tokens = num_patches + self.num_prefix_tokens - self._num_dropped
 
     def forward(self, images_N3HW: Tensor) -> Tensor:
         pixels_N3HW = self.pixels(images_N3HW).to(next(self.tower.parameters()).dtype)
@@ -97,7 +98,7 @@ def _truncate(tower_config: Any, select_layer: int) -> None:
 
 def _build(config: HFVisionConfig, tower_config: Any) -> Any:
     if config.path is not None:
-        return hub.load_model(AutoModel, config.path, f"{_WHERE}.path", config=tower_config)
+        return hub.load_model(AutoModel, config.path, f"{_WHERE}.path", config=tower_config, holds_more=True)
     return hub.make_model(AutoModel, tower_config)
 
 

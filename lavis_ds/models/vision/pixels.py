@@ -17,11 +17,15 @@ class PixelNorm(nn.Module):
         mean: of each channel, for pixels in 0..1.
         std: of each channel.
         image_size: S; other sizes are refused.
+
+    Attributes:
+        statistics: mean and std as they were given, also where there are no tensors.
     """
 
     def __init__(self, mean: Sequence[float], std: Sequence[float], image_size: int) -> None:
         super().__init__()
         self.image_size = image_size
+        self.statistics = (tuple(mean), tuple(std))
         self.mean: Tensor
         self.std: Tensor
         self.register_buffer("mean", torch.tensor(mean, dtype=torch.float32).view(3, 1, 1), persistent=False)

@@ -1,5 +1,7 @@
 """Qwen-VL's tower of native resolution: pictures of any size are rows of patches, and the merger makes them tokens.
 
+Videos are pictures with several steps along time. Patches of one step do not attend to those of others.
+
 Shape suffixes: P patches of all pictures, D numbers a patch, N pictures, Q tokens of all pictures, Dl language width.
 """
 
@@ -61,6 +63,7 @@ class QwenVLTower(Part):
     Attributes:
         merge_size: patches a side that become one token.
         patch_elements: D = channels * frames * rows * columns of a patch.
+        tokens_per_second: positions a second of video (Qwen2.5-VL); None where times are text (Qwen3-VL).
     """
 
     def __init__(self, tower: Any, mean: Sequence[float], std: Sequence[float]) -> None:
@@ -68,6 +71,7 @@ class QwenVLTower(Part):
         config = tower.config
         self.merge_size = int(config.spatial_merge_size)
         self.patch_elements = int(config.in_channels * config.temporal_patch_size * config.patch_size**2)
+        self.tokens_per_second: float | None = getattr(config, "tokens_per_second", None)
         self.attention = str(config._attn_implementation)
         self.tower: Any = tower
         self.pixels = PatchNorm(mean, std, self.patch_elements)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +13,14 @@ from torch import Tensor, nn
 from lavis_ds import registry
 from lavis_ds.errors import CheckpointError, ConfigError, did_you_mean
 from lavis_ds.models.configs import TimmViTConfig
+from lavis_ds.models.conversion.source import open_weights
+from lavis_ds.models.conversion.stored import Stored
 from lavis_ds.models.parts import VisionEncoder
 from lavis_ds.models.skeleton import reads_weights
 from lavis_ds.models.vision.pixels import PixelNorm
 
 _WHERE = "model.vision"
+_LAVIS = "visual_encoder."
 
 
 @registry.register_vision_encoder("timm_vit")
@@ -84,9 +89,22 @@ def _create(config: TimmViTConfig) -> Any:
             where=_WHERE,
             given=str({"image_size": config.image_size, **config.model_args}),
         ) from error
+    _check_image_size(vit, config)
     if not hasattr(vit, "prune_intermediate_layers") or not hasattr(vit, "num_prefix_tokens"):
         raise ConfigError("this is no Vision Transformer.", where=f"{_WHERE}.model_name", given=config.model_name)
     return vit
+
+
+def _check_image_size(vit: Any, config: TimmViTConfig) -> None:
+    """Refuse what timm would take, dropping the pixels beyond the last whole patch."""
+    patch_size = getattr(getattr(vit, "patch_embed", None), "patch_size", (1, 1))
+    if any(config.image_size % size for size in patch_size):
+        raise ConfigError(
+            "the image size is no multiple of the patch size.",
+            where=f"{_WHERE}.image_size",
+            given=config.image_size,
+            expected=f"a multiple of {patch_size[0]}",
+        )
 
 
 def _keep_only(vit: Any, config: TimmViTConfig) -> None:
@@ -104,20 +122,18 @@ def _keep_only(vit: Any, config: TimmViTConfig) -> None:
     vit.norm = norm if config.final_norm else nn.Identity()
 
 
-def _load(vit: nn.Module, path: Path, ignored: set[str]) -> None:
-    """Load strictly; what was dropped from the model may stand in the file."""
-    import timm
+def _load(vit: Any, path: Path, ignored: set[str]) -> None:
+    """Load strictly, one tensor at a time; what was dropped from the model may stand in the file.
 
-    try:
-        state: dict[str, Tensor] = timm.models.load_state_dict(str(path), use_ema=False, weights_only=True)
-    except FileNotFoundError as error:
-        raise CheckpointError("there is no such file.", where=f"{_WHERE}.weights", given=str(path)) from error
-    except Exception as error:
-        raise CheckpointError(f"this is no file of weights ({type(error).__name__}).", where=str(path)) from error
-    own = vit.state_dict()
-    missing = sorted(own.keys() - state.keys())
-    unknown = sorted(k for k in state.keys() - own.keys() - ignored if not k.startswith(("head.", "fc_norm.")))
-    shapes = sorted(k for k in own.keys() & state.keys() if own[k].shape != state[k].shape)
+    Of a LAVIS file with more than the tower, the tower is taken.
+    """
+    found = open_weights(path)
+    stored = {k.removeprefix(_LAVIS): tensor for k, tensor in found.items() if k.startswith(_LAVIS)} or found
+    own = vit.state_dict(keep_vars=True)
+    missing = sorted(own.keys() - stored.keys())
+    unknown = sorted(k for k in stored.keys() - own.keys() - ignored if not k.startswith(("head.", "fc_norm.")))
+    resized = {"pos_embed"} if _is_square_grid(vit, stored) else set()
+    shapes = sorted(k for k in (own.keys() & stored.keys()) - resized if tuple(own[k].shape) != stored[k].shape)
     for what, names in (("lacks", missing), ("has unknown", unknown), ("has other shapes of", shapes)):
         if names:
             raise CheckpointError(
@@ -125,5 +141,24 @@ def _load(vit: nn.Module, path: Path, ignored: set[str]) -> None:
                 where=str(path),
                 hint="Is it of another model_name, image_size or model_args?",
             )
-    with torch.no_grad():
-        vit.load_state_dict({k: state[k] for k in own})
+    for name, tensor in own.items():
+        with torch.no_grad():
+            tensor.copy_(_resized(vit, stored[name].read()) if name in resized else stored[name].read())
+
+
+def _is_square_grid(vit: Any, stored: Mapping[str, Stored]) -> bool:
+    """Whether the file has positions of a square of patches, which can be resized to the model's."""
+    shape = stored["pos_embed"].shape if "pos_embed" in stored else ()
+    if len(shape) != 3 or shape[2] != vit.embed_dim or getattr(vit, "no_embed_class", False):
+        return False
+    num_patches = shape[1] - int(vit.num_prefix_tokens)
+    return num_patches > 0 and math.isqrt(num_patches) ** 2 == num_patches
+
+
+def _resized(vit: Any, positions: Tensor) -> Tensor:
+    """Positions of pretraining at this image size, as in LAVIS: bicubic."""
+    from timm.layers import resample_abs_pos_embed
+
+    grid = list(vit.patch_embed.grid_size)
+    made: Tensor = resample_abs_pos_embed(positions, grid, num_prefix_tokens=vit.num_prefix_tokens, antialias=False)
+    return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -10,12 +11,12 @@ import torch
 from torch import Tensor
 
 from lavis_ds.batch import IGNORE_INDEX, Sample
-from lavis_ds.data import video
-from lavis_ds.data.conversation import Conversation, Image, Text
+from lavis_ds.data.conversation import Conversation, Image, Text, Video
+from lavis_ds.data.dataset import Source
 from lavis_ds.data.order import SampleKey
-from lavis_ds.data.processors.base import ImageProcessor
 from lavis_ds.data.processors.native import unpatched
 from lavis_ds.data.processors.open_image import image_size
+from lavis_ds.data.video import frame_images
 from lavis_ds.errors import DataError
 from lavis_ds.models.base import Model
 from lavis_ds.runners.data_tools.encoded import Encoded
@@ -24,10 +25,10 @@ from lavis_ds.runners.data_tools.token_text import Piece, pieces, visible
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture or frame of a sample.
+    """A picture, video or frame of a sample.
 
     Attributes:
-        image: the original.
+        image: the original; of a video its first frame.
         size: (width, height) of it, upright.
         views: (V, 3, H, W) uint8, what the model sees; none where the picture was left out with its turn.
         num_tokens: places it takes among the tokens.
@@ -87,13 +88,12 @@ def look(encoded: Encoded, key: SampleKey) -> Look:
     """The sample of `key`, as training gets it."""
     try:
         sample = encoded.data[key]
-        encoded.collator.check(sample)
+        encoded.collator.checked(sample)
     except DataError as error:
         sample_id = getattr(error, "sample_id", "") or encoded.data.name_of(key)
         return Look(sample_id, key.index, error=str(error), raw=tuple(_raw(encoded, key)))
     source = encoded.data.sources[key.dataset]
-    conversation = video.expand(encoded.conversation(key), source.video)
-    pictures = _pictures(sample, conversation, source.image_processor, encoded.model)
+    pictures = _pictures(sample, source.with_frames(encoded.conversation(key)), source, encoded.model)
     stretches = _stretches(sample, pictures, encoded)
     return Look(sample.id, key.index, sample, pictures=pictures, stretches=tuple(stretches))
 
@@ -112,19 +112,22 @@ def _raw(encoded: Encoded, key: SampleKey) -> Iterator[tuple[str, str]]:
         yield turn.role, visible("".join(parts))
 
 
-def _pictures(
-    sample: Sample, conversation: Conversation, processor: ImageProcessor | None, model: Model
-) -> tuple[Picture, ...]:
+def _pictures(sample: Sample, conversation: Conversation, source: Source, model: Model) -> tuple[Picture, ...]:
     """All pictures of the conversation with their views; those left out with their turns come last and have none."""
+    processor = source.image_processor
     if processor is None:
         return ()
+    grids = [] if sample.image_grids is None else sample.image_grids.tolist()
     pictures, start = [], 0
-    for number, image in enumerate(conversation.images):
-        views = sample.images[start : start + processor.count_views(image)]
+    for number, part in enumerate(conversation.pictures):
+        is_video = isinstance(part, Video)
+        image = frame_images(part, source.video)[0][1] if isinstance(part, Video) else part
+        count = math.prod(grids[number]) if number < len(grids) else processor.count_views(image)
+        views = sample.images[start : start + count]
         start, num_tokens = start + len(views), int(len(views) * model.tokens_per_image)
-        if model.merge_size is not None and sample.image_grids is not None and len(views):
-            frames, rows, columns = sample.image_grids[number].tolist()
-            views = unpatched(views, (frames, rows, columns), model.merge_size)[None]
+        if model.merge_size is not None and number < len(grids):
+            frames = unpatched(views, grids[number], model.merge_size)
+            views = frames if is_video else frames[:1]
         size = image_size(image, max_pixels=processor.config.max_file_pixels)
         pictures.append(Picture(image, size, views, num_tokens))
     return tuple(pictures)

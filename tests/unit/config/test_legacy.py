@@ -234,8 +234,9 @@ def test_plain_project_decodes_to_the_same_training() -> None:
         "epoch",
         "epoch",
     )
-    assert config.model.pretrained is not None
-    assert config.model.pretrained.endswith("/weights/stage1")
+    assert config.model.pretrained is None
+    assert config.model.finetuned is not None
+    assert config.model.finetuned.endswith("/weights/stage1")
     assert config.model.freeze == ["vision.vit"]
     assert any("RandAugment" in line for line in notices)
 
@@ -405,8 +406,11 @@ def test_refusals_of_run() -> None:
         ({"unfreeze_pos_embed": False}, {}),
         ({"load_pretrained": False, "pretrained": "x.pth"}, {"pretrained": None}),
         ({"load_pretrained": True, "pretrained": "folder"}, {"pretrained": "folder"}),
-        ({"load_finetuned": True, "finetuned": "b", "pretrained": "a"}, {"pretrained": "b"}),
-        ({"load_finetuned": False, "finetuned": "b", "pretrained": "a"}, {"pretrained": "a"}),
+        ({"load_finetuned": True, "finetuned": "b", "pretrained": "a"}, {"pretrained": "a", "finetuned": "b"}),
+        ({"load_finetuned": False, "finetuned": "b", "pretrained": "a"}, {"pretrained": "a", "finetuned": None}),
+        ({"load_pretrained": True, "pretrained": "blip2.pth"}, {"pretrained": "blip2.pth"}),
+        ({"load_pretrained": False}, {"pretrained": None}),
+        ({"finetuned": ""}, {"finetuned": None}),
     ],
 )
 def test_model_key(old: dict[str, Any], new: dict[str, Any]) -> None:
@@ -430,9 +434,8 @@ def test_language_model_of_minigpt4qwen_is_frozen_where_nothing_is_said() -> Non
         ({"qformer_text_input": True}, "model.qformer_text_input: is not supported"),
         ({"unfreeze_pos_embed": True}, "model.unfreeze_pos_embed: is not supported"),
         ({"vit_model": "clip_L"}, "model.vit_model: only eva_clip_g is translated, not clip_L"),
-        ({"pretrained": "blip2_flant5.pth"}, "model.pretrained: this is a single file of another layout"),
-        ({"pretrained": "https://host/blip2"}, "safetensors"),
-        ({"load_finetuned": True, "finetuned": "step9/model.pth"}, "set model.load_finetuned: false"),
+        ({"pretrained": "https://host/blip2.pth"}, "model.pretrained: nothing is downloaded; give the file's path."),
+        ({"load_finetuned": True, "finetuned": "http://host/x"}, "model.finetuned: nothing is downloaded"),
     ],
 )
 def test_refusals_of_model(old: dict[str, Any], text: str) -> None:

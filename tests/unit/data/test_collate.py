@@ -184,6 +184,6 @@ def test_segments_of_mixed_rows() -> None:
 )
 def test_what_does_not_fit_names_the_sample(bad: Sample, options: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError) as caught:
-        collator(**options).check(replace(bad, id="the-bad-one"))
+        collator(**options).checked(replace(bad, id="the-bad-one"))
     assert str(caught.value).startswith("the-bad-one: ")
     assert message in str(caught.value)

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
-from lavis_ds.batch import Batch
+from lavis_ds.batch import Batch, Sample
 from lavis_ds.data.collate import Collator
 from lavis_ds.data.configs import ImageTrainConfig
 from lavis_ds.data.conversation import Conversation, Image, Text, Turn
-from lavis_ds.data.dataset import EncodedDataset, Source
+from lavis_ds.data.dataset import EncodedDataset, Opened, Source
 from lavis_ds.data.loader import BatchLoader, StepLoader
 from lavis_ds.data.order import SampleKey, SampleOrder
 from lavis_ds.data.plan import PlainRows, StepPlan
@@ -136,10 +136,10 @@ def test_a_sample_that_does_not_fit_the_model_is_unusable_too(dataset: EncodedDa
 class Stuck(EncodedDataset):
     """Sample 7 never comes."""
 
-    def __getitem__(self, key: SampleKey) -> Any:
+    def open(self, key: SampleKey) -> Opened:
         if key.index == 7:
             time.sleep(3600)
-        return super().__getitem__(key)
+        return super().open(key)
 
 
 def test_a_worker_that_hangs_is_named_with_its_sample_and_ended(dataset: EncodedDataset) -> None:
@@ -156,10 +156,10 @@ def test_a_worker_that_hangs_is_named_with_its_sample_and_ended(dataset: Encoded
 
 def test_a_worker_that_crashes_is_named_with_its_sample(dataset: EncodedDataset) -> None:
     class Crashing(EncodedDataset):
-        def __getitem__(self, key: SampleKey) -> Any:
-            if key.index == 7:
+        def encode(self, opened: Opened) -> Sample:
+            if opened.key.index == 7:
                 os.kill(os.getpid(), signal.SIGSEGV)
-            return super().__getitem__(key)
+            return super().encode(opened)
 
     with pytest.raises(DataError, match=r"worker 0 \(dead, exit code -11\) at sample noise\[7\]"):
         list(loader(Crashing(dataset.sources, seed=3), num_workers=1))
@@ -208,7 +208,7 @@ def test_a_program_that_ends_with_an_open_loader_does_not_hang() -> None:
     """Its workers ignore the SIGTERM by which PyTorch and multiprocessing would end them."""
     program = """
         from lavis_ds.data.collate import Collator
-        from lavis_ds.data.dataset import EncodedDataset
+        from lavis_ds.data.dataset import EncodedDataset, Opened
         from lavis_ds.data.loader import BatchLoader
         from lavis_ds.data.order import SampleOrder
         from lavis_ds.data.plan import PlainRows, StepPlan
@@ -216,7 +216,10 @@ def test_a_program_that_ends_with_an_open_loader_does_not_hang() -> None:
         import torch
 
         class Dataset(EncodedDataset):
-            def __getitem__(self, key):
+            def open(self, key):
+                return Opened(key, None, [], None)
+
+            def encode(self, opened):
                 ids = torch.arange(5)
                 images = torch.empty((0, 3, 0, 0), dtype=torch.uint8)
                 return Sample("x", ids, torch.full_like(ids, -100), ids, images, torch.empty(0, dtype=torch.int64))

@@ -543,11 +543,17 @@ def test_impossible_shapes(arch: str, change: dict[str, Any], message: str, toke
         build(arch, config=shape, language={"tokenizer": tokenizer_dir})
 
 
-def test_a_balance_loss_that_nobody_adds_is_refused(tokenizer_dir: str) -> None:
+def test_a_balance_loss_that_the_configuration_asks_for_is_added(tokenizer_dir: str) -> None:
     shape = dict(SHAPES["qwen3_vl_moe"])
-    shape["text_config"] = {**shape["text_config"], "output_router_logits": True}
-    with pytest.raises(ConfigError, match="output_router_logits"):
-        build("qwen3_vl_moe", config=shape, language={"tokenizer": tokenizer_dir})
+    asks = {"output_router_logits": True, "router_aux_loss_coef": 0.02}
+    language = {"tokenizer": tokenizer_dir}
+    plain, asked = (
+        build("qwen3_vl_moe", config={**shape, "text_config": shape["text_config"] | more}, language=language)
+        for more in ({}, asks)
+    )
+    assert plain.balancer is not None
+    assert asked.balancer is not None
+    assert (plain.balancer.coefficient, asked.balancer.coefficient) == (0.0, 0.02)
 
 
 def test_a_token_costs_the_experts_it_visits(tokenizer_dir: str) -> None:

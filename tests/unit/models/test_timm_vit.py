@@ -131,7 +131,7 @@ def test_weights_file_is_loaded_strictly(tmp_path: Path, images: torch.Tensor) -
     with pytest.raises(CheckpointError, match="unknown 1 tensors: other"):
         make(weights=str(file))
     file.write_bytes(b"rubbish")
-    with pytest.raises(CheckpointError, match="no file of weights"):
+    with pytest.raises(CheckpointError, match="file of weights is damaged"):
         make(weights=str(file))
 
 
@@ -169,3 +169,9 @@ def test_an_engine_that_casts_parameters_alone_can_run_eva(images: torch.Tensor)
     match_constants(encoder)
     assert encoder(images).dtype == torch.bfloat16
     assert encoder.pixels.mean.dtype == torch.float32
+
+
+@pytest.mark.parametrize("size", [30, 7])
+def test_image_sizes_that_cut_a_patch(size: int) -> None:
+    with pytest.raises(ConfigError, match=r"model\.vision\.image_size: .*multiple of the patch size.*a multiple of 8"):
+        make(image_size=size)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from lavis_ds.errors import CheckpointError
+from lavis_ds.models.conversion.stored import Stored
 from lavis_ds.models.vlm import Vlm
 from lavis_ds.models.weights import load_weights, read_keys, save_weights
 
@@ -110,9 +112,9 @@ def test_misfits_are_counted_and_named_and_change_nothing(make_vlm: MakeVlm, tmp
 
 
 def test_missing_and_damaged_files(make_vlm: MakeVlm, tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="no such folder"):
+    with pytest.raises(CheckpointError, match="no such file or folder"):
         read_keys(tmp_path / "none")
-    with pytest.raises(CheckpointError, match=r"model\.safetensors is missing"):
+    with pytest.raises(CheckpointError, match="holds no weights"):
         read_keys(tmp_path)
     save_weights(make_vlm().named_parameters(), tmp_path, max_shard_bytes=20_000)
     shard = sorted(tmp_path.glob("model-*"))[1]
@@ -126,3 +128,68 @@ def test_missing_and_damaged_files(make_vlm: MakeVlm, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text("{")
     with pytest.raises(CheckpointError, match="index of weights is damaged"):
         read_keys(tmp_path)
+
+
+def test_a_file_of_weights_needs_no_folder(make_vlm: MakeVlm, tmp_path: Path) -> None:
+    model = perturbed(make_vlm)
+    save_file(dict(model.named_parameters()), tmp_path / "any.name")
+    assert same(make_vlm(pretrained=str(tmp_path / "any.name")), model)
+    torch.save(dict(model.named_parameters()), tmp_path / "pickle")
+    assert same(make_vlm(pretrained=str(tmp_path / "pickle")), model)
+
+
+def test_finetuned_goes_over_pretrained_and_may_be_partial(make_vlm: MakeVlm, tmp_path: Path) -> None:
+    first, second = perturbed(make_vlm), perturbed(make_vlm)
+    save_weights(first.named_parameters(), tmp_path / "first")
+    save_weights(((n, p) for n, p in second.named_parameters() if n.startswith("projector.")), tmp_path / "second")
+    model = make_vlm(pretrained=str(tmp_path / "first"), finetuned=str(tmp_path / "second"), freeze=["vision"])
+    for name, parameter in model.named_parameters():
+        source = second if name.startswith("projector.") else first
+        assert torch.equal(parameter, source.get_parameter(name))
+    assert model.notices[0].startswith("model.pretrained: ")
+    assert "model.finetuned: 4 tensors of" in model.notices[1]
+    assert len(model.notices) == 2
+
+
+@pytest.mark.parametrize(
+    ("tensors", "freeze", "text"),
+    [
+        ({"projector.layers.0.bias": torch.ones(32)}, ["projector"], "none of these tensors is one that trains"),
+        ({"projector.layers.0.bias": torch.ones(5)}, [], r"is \(5,\) in the file"),
+        ({"stranger": torch.ones(5)}, [], "not the model's: stranger"),
+    ],
+)
+def test_finetuned_that_does_not_fit(
+    make_vlm: MakeVlm, tmp_path: Path, tensors: dict[str, torch.Tensor], freeze: list[str], text: str
+) -> None:
+    save_file(tensors, tmp_path / "x.safetensors")
+    with pytest.raises(CheckpointError, match=text):
+        make_vlm(finetuned=str(tmp_path / "x.safetensors"), freeze=freeze)
+
+
+def test_random_weights_are_said_loudly(make_vlm: MakeVlm, tmp_path: Path) -> None:
+    model = make_vlm(freeze=["vision"])
+    count = sum(p.numel() for p in model.parameters())
+    expected = f"RANDOM WEIGHTS: language, projector, vision ({count:,} of {count:,} parameters)"
+    assert model.notices[0].startswith(expected)
+    assert model.notices[1].startswith("FROZEN WITH RANDOM WEIGHTS: vision.")
+    save_weights(model.named_parameters(), tmp_path)
+    assert not any("RANDOM" in line for line in make_vlm(pretrained=str(tmp_path)).notices)
+
+
+def test_one_tensor_at_a_time(make_vlm: MakeVlm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_vlm()
+    save_weights(model.named_parameters(), tmp_path, max_shard_bytes=20_000)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    numbers: list[int] = []
+    read = Stored.read
+
+    def counted(self: Stored) -> torch.Tensor:
+        tensor = read(self)
+        alive.append(weakref.ref(tensor))
+        numbers.append(sum(ref() is not None for ref in alive))
+        return tensor
+
+    monkeypatch.setattr(Stored, "read", counted)
+    load_weights(model, tmp_path)
+    assert numbers == [1] * len(list(model.parameters()))

@@ -87,3 +87,61 @@ def test_table() -> None:
     groups = param_groups(model, run(param_groups={"vision.1": {"lr": 5e-4}}))
     rows = [tuple(row) for row in parameter_table(model, groups)]
     assert rows == [("vision", 15, 15, (1e-3, 5e-4)), ("projector", 16, 16, (1e-3,)), ("language", 40, 0, ())]
+
+
+class Tower(nn.Module):
+    """Embeddings, three blocks, a norm; beside it a list of two that is not the stack."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)])
+        self.norm = nn.LayerNorm(4)
+        self.head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+
+
+class Towers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.vision, self.projector = Tower(), nn.Linear(2, 2)
+
+
+def test_layer_decay_shrinks_the_rate_towards_the_input() -> None:
+    groups = {"vision": {"lr": 5e-4, "layer_decay": 0.5, "weight_decay": 0.2}}
+    result = summary(Towers(), run(param_groups=groups))
+    rates = {name: (rate, decay) for names, rate, decay in result.values() for name in names}
+    assert rates["vision.embed.weight"] == (pytest.approx(0.5 * 0.5**4), 0.2)
+    assert [rates[f"vision.blocks.{layer}.1.weight"][0] for layer in range(3)] == pytest.approx(
+        [0.5 * 0.5**3, 0.5 * 0.5**2, 0.5 * 0.5]
+    )
+    assert rates["vision.blocks.0.0.bias"] == (pytest.approx(0.5 * 0.5**3), 0.0)
+    assert rates["vision.norm.weight"] == rates["vision.head.1.bias"] == (pytest.approx(0.5), 0.0)
+    assert rates["projector.weight"] == (1.0, 0.1)
+    assert {"vision/depth_0", "vision/depth_1/no_decay"} <= result.keys()
+
+
+def test_layer_decay_counts_frozen_layers_too() -> None:
+    model = Towers()
+    model.vision.blocks[2].requires_grad_(False)
+    result = summary(model, run(param_groups={"vision": {"layer_decay": 0.5}}))
+    assert result["vision/depth_2"][1] == pytest.approx(0.25)
+    assert "vision/depth_1" not in result
+
+
+@pytest.mark.parametrize("pattern", ["projector", "vision.norm", "vision.blocks.0"])
+def test_layer_decay_needs_a_stack_of_layers(pattern: str) -> None:
+    with pytest.raises(ConfigError, match="no stack of layers") as caught:
+        param_groups(Towers(), run(param_groups={pattern: {"layer_decay": 0.5}}))
+    assert f"run.param_groups.{pattern}.layer_decay" in str(caught.value)
+
+
+def test_rows_of_the_table_as_text() -> None:
+    model = Towers()
+    model.vision.embed.requires_grad_(False)
+    groups = param_groups(model, run(param_groups={"vision": {"layer_decay": 0.5}}))
+    assert [(row.part, row.text()) for row in parameter_table(model, groups)] == [
+        ("vision", "178, 158 train, lr 0.000125 to 0.001"),
+        ("projector", "6, all train, lr 0.001"),
+    ]
+    model.vision.requires_grad_(False)
+    assert parameter_table(model, param_groups(model, run()))[0].text() == "178, frozen"

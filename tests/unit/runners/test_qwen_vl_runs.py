@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,11 @@ import pytest
 import yaml
 from PIL import Image
 
+from lavis_ds.data.order import SampleKey
 from lavis_ds.data.tokenizer import train_tokenizer
+from lavis_ds.runners.data_tools import reading
+from lavis_ds.runners.data_tools.encoded import encode
+from lavis_ds.runners.data_tools.samples import look
 from tests.tiny_project import WORDS, make_project
 from tests.unit.runners.test_data_modes import lasting, lines, train
 
@@ -60,3 +65,58 @@ def test_a_processor_of_fixed_size_is_refused(project: Path, capsys: Any) -> Non
     wrong.write_text(yaml.safe_dump(tree))
     assert train(wrong, "fixed") == 2
     assert "image_native" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def with_videos(project: Path) -> Path:
+    """The project, and a dataset of folders of three to five frames."""
+    folder, rng = project.parent, np.random.default_rng(1)
+    items = []
+    for number in range(6):
+        (folder / f"clip{number}").mkdir()
+        for frame in range(3 + number % 3):
+            pixels = rng.integers(0, 255, (56 + 20 * number, 70, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / f"clip{number}" / f"{frame}.png")
+        talk = [{"from": "human", "value": "<video> what is there"}, {"from": "gpt", "value": "red square"}]
+        items.append({"id": f"v{number}", "video": f"clip{number}", "conversations": talk})
+    (folder / "clips.json").write_text(json.dumps(items))
+    tree = yaml.safe_load(project.read_text())
+    tree["datasets"]["clips"] = {
+        "builder": "llava_json",
+        "annotations": {"train": str(folder / "clips.json")},
+        "image_root": str(folder),
+        "video": {"fps": 1},
+        "vis_processor": {
+            **tree["datasets"]["tiny"]["vis_processor"],
+            "video_min_pixels": 1,
+            "video_max_pixels": 40_000,
+        },
+    }
+    cfg = folder / "videos.yaml"
+    cfg.write_text(yaml.safe_dump(tree))
+    return cfg
+
+
+@pytest.mark.parametrize("mode", ["padded", "packed"])
+def test_videos_train_beside_pictures_and_text(with_videos: Path, mode: str) -> None:
+    options = [f"data.batching={mode}", "data.max_bad_fraction=0"]
+    assert train(with_videos, f"videos_{mode}", *options) == 0
+    whole = lines(with_videos, f"videos_{mode}")
+    assert sum(line["data/samples/clips"] for line in whole) >= 2
+    assert sum(line["data/samples/tiny"] for line in whole) >= 2
+    assert whole[-1]["train/loss"] < whole[0]["train/loss"]
+
+
+def test_a_video_is_looked_at_frame_by_frame(with_videos: Path) -> None:
+    found = reading.read(reading.load_config(str(with_videos), []), None, "clips")
+    encoded = encode(found, as_training=found.is_training)
+    number = [source.name for source in encoded.data.sources].index("clips")
+    seen = look(encoded, SampleKey(number, 2, 0, 0))  # five frames: three steps of two
+    assert seen.error is None
+    (picture,) = seen.pictures
+    assert picture.image.path.endswith("0.png")
+    assert picture.size == (70, 96)
+    assert picture.views.shape[:2] == (6, 3)
+    assert seen.sample is not None
+    places = sum(stretch.num_tokens for stretch in seen.stretches if stretch.picture == 0)
+    assert places == picture.num_tokens == len(seen.sample.image_index)

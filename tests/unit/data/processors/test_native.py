@@ -52,8 +52,9 @@ def test_patches_can_be_put_together_again() -> None:
     views = process(picture(64, 48), RNG)
     assert views.grid is not None
     whole = unpatched(views.pixels, views.grid, 2)
-    assert whole.shape == (3, views.grid[1] * 14, views.grid[2] * 14)
-    again = process(whole, RNG)
+    assert whole.shape == (2, 3, views.grid[1] * 14, views.grid[2] * 14)
+    assert torch.equal(whole[0], whole[1])
+    again = process(whole[0], RNG)
     assert torch.equal(again.pixels, views.pixels)
 
 
@@ -107,4 +108,5 @@ def test_positions_are_those_of_transformers(layout: list[Any]) -> None:
         expected, _ = model.get_rope_index(**given, mm_token_type_ids=(input_ids == 1).int())
     except TypeError:
         expected, _ = model.get_rope_index(**given)
-    assert mrope_positions(len(ids), pictures, grids, 2).tolist() == expected[:, 0].tolist()
+    shown = [(grid, 1.0) for grid in grids]
+    assert mrope_positions(len(ids), pictures, shown, 2).tolist() == expected[:, 0].tolist()

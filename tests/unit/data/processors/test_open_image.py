@@ -267,6 +267,8 @@ class TestPixels:
         calls = []
 
         class Failing:
+            decode_jpeg_header = staticmethod(module.simplejpeg.decode_jpeg_header)
+
             def decode_jpeg(self, *_: Any, **options: int) -> Any:
                 calls.append(options)
                 raise ValueError("no such thing")
@@ -274,7 +276,7 @@ class TestPixels:
         monkeypatch.setattr(module, "simplejpeg", Failing())
         self.check(data)
         self.check(data, min_size=lambda width, height: (32, 24))
-        assert calls == [{}, {"min_width": 32, "min_height": 24}]
+        assert calls == [{}, {}, *2 * [{"min_width": 32, "min_height": 24}]]  # as a usual JPEG, then with Pillow's help
         monkeypatch.setattr(module, "simplejpeg", None)
         self.check(data)
 

@@ -1,0 +1,1 @@
+"""Sparse language models: balance of their experts, and dense models made sparse."""
