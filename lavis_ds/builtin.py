@@ -29,10 +29,19 @@ def declare() -> None:
     r.projectors.declare(
         "linear", "lavis_ds.models.projectors.linear:LinearProjector", f"{model_configs}:LinearProjectorConfig"
     )
-    r.projectors.declare("mlp", "lavis_ds.models.projectors.mlp:MLPProjector", f"{model_configs}:MLPProjectorConfig")
-    r.projectors.declare(
-        "qformer", "lavis_ds.models.projectors.qformer:QFormerProjector", f"{model_configs}:QFormerProjectorConfig"
+    r.vision_encoders.declare(
+        "siglip2_naflex",
+        "lavis_ds.models.vision.siglip2_naflex:Siglip2NaFlex",
+        f"{model_configs}:Siglip2NaFlexConfig",
     )
+    for name, target, config in [
+        ("mlp", "mlp:MLPProjector", "MLPProjectorConfig"),
+        ("average_pool", "average_pool:AveragePoolProjector", "AveragePoolProjectorConfig"),
+        ("c_abstractor", "c_abstractor:CAbstractorProjector", "CAbstractorProjectorConfig"),
+        ("perceiver", "perceiver:PerceiverProjector", "PerceiverProjectorConfig"),
+        ("qformer", "qformer:QFormerProjector", "QFormerProjectorConfig"),
+    ]:
+        r.projectors.declare(name, f"lavis_ds.models.projectors.{target}", f"{model_configs}:{config}")
     r.language_models.declare(
         "hf_causal_lm", "lavis_ds.models.language.hf_causal_lm:HFCausalLM", f"{model_configs}:HFCausalLMConfig"
     )

@@ -175,6 +175,7 @@ CASES: dict[str, tuple[Edit, list[str]]] = {
         ["model.language.tokenizer", "/no/such/folder"],
     ),
     "pretrained folder": (put("model.pretrained", "/no/such"), ["model.pretrained", "/no/such"]),
+    "finetuned file": (put("model.finetuned", "/no/such.pth"), ["model.finetuned", "/no/such.pth"]),
     "plugin": (put("plugins", "no_such.py"), ["plugins", "no_such.py"]),
     "plugin raises": (broken_plugin, ["parts.py", "ZeroDivisionError"]),
     "plugin module": (put("plugins", "no_such_module_xyz"), ["no_such_module_xyz", "not installed"]),

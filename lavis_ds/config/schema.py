@@ -249,7 +249,16 @@ class RunConfig(Config):
     save_every: Interval | None = Field(
         "epoch", description="optimizer steps between checkpoints, or `epoch`; the end is always saved"
     )
-    keep_last: int = Field(2, ge=1, description="complete checkpoints kept")
+    save_every_minutes: float | None = Field(
+        None, gt=0, description="also save when this much time has passed since the last checkpoint"
+    )
+    keep_last: int = Field(2, ge=1, description="newest complete checkpoints kept")
+    keep_every: int | None = Field(None, ge=1, description="checkpoints of steps that this divides are kept, too")
+    keep_best: str | None = Field(
+        None,
+        description="metric of an evaluation during training, such as val/accuracy: its best step is saved at once and "
+        "kept, too; of loss the lowest is best, of all others the highest",
+    )
     resume_ckpt_path: LocalPath | None = Field(
         None, description="checkpoint to resume from; `--resume` takes its place"
     )
@@ -275,6 +284,13 @@ class RunConfig(Config):
             )
         if self.batch_size_train is None and self.global_batch_size is None:
             raise ValueError("neither batch_size_train nor global_batch_size is given; set one")
+        if self.keep_best is not None:
+            split = self.keep_best.partition("/")[0]
+            if split not in self.valid_splits or self.eval_every is None:
+                raise ValueError(
+                    f"keep_best ({self.keep_best}) names no split that is evaluated during training; "
+                    f"valid_splits is {self.valid_splits}, eval_every is {self.eval_every}"
+                )
         if self.min_lr > self.init_lr:
             raise ValueError(f"min_lr ({self.min_lr}) is larger than init_lr ({self.init_lr})")
         try:

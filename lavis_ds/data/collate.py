@@ -39,6 +39,7 @@ class Collator:
         datasets: names of all datasets of the run, in the order of `Sample.dataset`.
         padding_side: right for training; left for generation, so that all prompts end together.
         merge_size: patches a side of a token, at native resolution; None elsewhere.
+        mrope: whether positions at native resolution are those in time, height and width.
         pad_to_multiple_of: row lengths are rounded up to a multiple of this, which suits GPUs' matrix units.
     """
 
@@ -51,12 +52,13 @@ class Collator:
         datasets: Sequence[str],
         padding_side: Literal["right", "left"] = "right",
         merge_size: int | None = None,
+        mrope: bool = True,
         pad_to_multiple_of: int = 8,
     ) -> None:
         self.pad_id, self.image_shape, self.tokens_per_image = pad_id, image_shape, tokens_per_image
         self.datasets, self.padding_side, self.pad_to_multiple_of = tuple(datasets), padding_side, pad_to_multiple_of
         self.merge_size = merge_size
-        self._blank = _blank(pad_id, has_grids=merge_size is not None)
+        self._blank = _blank(pad_id, mrope=mrope and merge_size is not None)
 
     def __call__(self, rows: Sequence[Sequence[Sample]], unusable: Sequence[Unusable] = ()) -> Batch:
         """The batch of `rows` of checked samples; rows without samples go last and hold a token that is no target."""
@@ -217,6 +219,7 @@ def _join(samples: Sequence[Sample]) -> Sample:
     for sample in samples:
         starts.append(starts[-1] + len(sample.input_ids))
     weighted = any(sample.target_weights is not None for sample in samples)
+    grids = [grid for sample in samples if (grid := sample.image_grids) is not None]
     return replace(
         samples[0],
         input_ids=torch.cat([sample.input_ids for sample in samples]),
@@ -225,9 +228,7 @@ def _join(samples: Sequence[Sample]) -> Sample:
         segment_ids=torch.cat([_segments(sample) + d * SEGMENT_STRIDE for d, sample in enumerate(samples)]),
         target_weights=torch.cat([_weights(sample) for sample in samples]) if weighted else None,
         images=torch.cat([s.images for s in samples if len(s.images)] or [_NO_IMAGES]),
-        image_grids=None
-        if samples[0].image_grids is None
-        else torch.cat([g for s in samples if (g := s.image_grids) is not None]),
+        image_grids=torch.cat(grids) if grids else None,
         image_index=torch.cat([start + s.image_index for start, s in zip(starts, samples, strict=False)]),
     )
 
@@ -240,10 +241,10 @@ def _weights(sample: Sample) -> Tensor:
     return torch.ones(len(sample.input_ids)) if sample.target_weights is None else sample.target_weights
 
 
-def _blank(pad_id: int, *, has_grids: bool) -> Sample:
+def _blank(pad_id: int, *, mrope: bool) -> Sample:
     """What a row without samples holds."""
     token, no_places = torch.full((1,), pad_id), torch.empty(0, dtype=torch.int64)
-    position = torch.zeros((3, 1) if has_grids else (1,), dtype=torch.int64)
+    position = torch.zeros((3, 1) if mrope else (1,), dtype=torch.int64)
     return Sample("", token, torch.full_like(token, IGNORE_INDEX), position, _NO_IMAGES, no_places)
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from lavis_ds.batch import Batch
+from lavis_ds.errors import CheckpointError
 from lavis_ds.optim.adamw import NO_FACTORS
 
 
@@ -68,14 +69,21 @@ class Engine(Protocol):
         ...
 
     def save(self, folder: Path) -> None:
-        """Write everything an exact continuation needs. Called on all ranks; the folder exists and is empty."""
+        """Write what the optimizer knows, for any layout to read. Called on all ranks; the folder exists."""
         ...
 
-    def load(self, folder: Path) -> None:
-        """Restore what `save` wrote.
+    def load(self, folder: Path, weights: Mapping[str, Tensor]) -> list[str]:
+        """Restore what any engine wrote, at any number of ranks.
+
+        Args:
+            folder: what `save` wrote.
+            weights: what `full_tensors` gave then, by name.
+
+        Returns:
+            Names of parameters whose moments start anew, since they did not train then.
 
         Raises:
-            CheckpointError: files are missing or belong to another layout.
+            CheckpointError: something is missing, or has another shape.
         """
         ...
 
@@ -88,17 +96,36 @@ class Engine(Protocol):
         ...
 
 
+def fill_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Copy `weights` into a module that is whole on this rank.
+
+    Raises:
+        CheckpointError: one is missing.
+    """
+    for name, tensor in [*saved_parameters(module), *persistent_buffers(module)]:
+        tensor.detach().copy_(weight_of(weights, name, tensor.shape))
+
+
+def weight_of(weights: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor:
+    """The weight of this name.
+
+    Raises:
+        CheckpointError: there is none, or it has another shape.
+    """
+    if name not in weights:
+        raise CheckpointError("the checkpoint lacks a tensor of the model.", given=name)
+    tensor = weights[name]
+    if tensor.shape != shape:
+        raise CheckpointError(f"{name} had another shape.", given=str(tuple(shape)), expected=str(tuple(tensor.shape)))
+    return tensor
+
+
 def saved_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Parameters that belong to the weights, by name: all but those stored in 4 bits.
 
     These never change, and are made anew from the weights that the model is built of.
     """
-    yield from ((name, parameter) for name, parameter in module.named_parameters() if not is_stored_small(parameter))
-
-
-def is_stored_small(parameter: Tensor) -> bool:
-    """Whether it holds codes of fewer bits in place of numbers."""
-    return not parameter.is_floating_point()
+    yield from ((name, parameter) for name, parameter in module.named_parameters() if parameter.is_floating_point())
 
 
 def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,13 @@ from torch import Tensor, nn
 from lavis_ds import distributed
 from lavis_ds.batch import Batch
 from lavis_ds.config.schema import RunConfig
-from lavis_ds.engines import ds_config
-from lavis_ds.engines.base import StepResult, is_stored_small, persistent_buffers, saved_parameters
-from lavis_ds.errors import CheckpointError
+from lavis_ds.engines import ds_config, ds_fragments, fragments
+from lavis_ds.engines.base import StepResult, fill_weights, persistent_buffers, saved_parameters, weight_of
 from lavis_ds.models.parts import match_constants
 from lavis_ds.optim.adamw import NO_FACTORS, adamw, scale_learning_rates
 
-_TAG = "deepspeed"
+_LOSS_SCALE = "loss_scale.json"
+_SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 class DeepSpeedEngine:
@@ -57,7 +59,6 @@ class DeepSpeedEngine:
         )
         _forget_trial_step(optimizer)
         self.module: nn.Module = self._engine.module
-        self._has_small_weights = any(map(is_stored_small, self.module.parameters()))
         match_constants(self.module)  # DeepSpeed casts parameters alone
 
     def __call__(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -95,20 +96,46 @@ class DeepSpeedEngine:
         return StepResult(norm if applied else float("inf"), applied)
 
     def save(self, folder: Path) -> None:
-        self._engine.save_checkpoint(
-            str(folder), tag=_TAG, save_latest=False, exclude_frozen_parameters=self._has_small_weights
-        )
+        fragments.write(self._fragments(), folder, self.data_parallel_rank)
+        if self._precision == "fp16" and self.data_parallel_rank == 0:
+            scaler = self._loss_scaler
+            state = {key: getattr(scaler, key) for key in _SCALE_KEYS if getattr(scaler, key, None) is not None}
+            (folder / _LOSS_SCALE).write_text(json.dumps(state) + "\n")
 
-    def load(self, folder: Path) -> None:
-        if not (folder / _TAG).is_dir():
-            raise CheckpointError(
-                "this holds no state of the DeepSpeed engine.",
-                where=str(folder),
-                hint="Was it written by run.engine=torch?",
-            )
-        path, _ = self._engine.load_checkpoint(str(folder), tag=_TAG, load_module_strict=not self._has_small_weights)
-        if path is None:  # DeepSpeed's way of saying that nothing was loaded
-            raise CheckpointError("DeepSpeed found no checkpoint here.", where=str(folder))
+    def load(self, folder: Path, weights: Mapping[str, Tensor]) -> list[str]:
+        with torch.no_grad():
+            self._fill_weights(weights)
+            fresh = fragments.restore(self._fragments(), fragments.StoredFragments(folder), weights)
+        if self._precision == "fp16" and (folder / _LOSS_SCALE).is_file():
+            for key, value in json.loads((folder / _LOSS_SCALE).read_text()).items():
+                if hasattr(self._loss_scaler, key):
+                    setattr(self._loss_scaler, key, value)
+        return fresh
+
+    @property
+    def _loss_scaler(self) -> Any:
+        """What holds the loss scale: of ZeRO's optimizers, or of the wrapper below ZeRO."""
+        optimizer = self._engine.optimizer
+        return optimizer.loss_scaler if hasattr(optimizer, "loss_scaler") else optimizer.loss_scale_config
+
+    def _fragments(self) -> Iterator[fragments.Fragment]:
+        engine = self._engine
+        found = ds_fragments.fragments(
+            self.module, engine.optimizer, engine.basic_optimizer, self.data_parallel_rank, self.data_parallel_size
+        )
+        # In float32 the weights are their own masters, and are in the checkpoint already.
+        return (replace(fragment, has_own_master=self._precision != "fp32") for fragment in found)
+
+    def _fill_weights(self, weights: Mapping[str, Tensor]) -> None:
+        if self._stage < 3:
+            fill_weights(self.module, weights)
+            return
+        for name, parameter in saved_parameters(self.module):
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                if self.data_parallel_rank == 0:
+                    parameter.copy_(weight_of(weights, name, parameter.shape))
+        for name, buffer in persistent_buffers(self.module):
+            buffer.copy_(weight_of(weights, name, buffer.shape))
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in saved_parameters(self.module):

@@ -14,12 +14,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lavis_ds import distributed
 from lavis_ds.batch import Batch
 from lavis_ds.config.schema import RunConfig
-from lavis_ds.engines.base import StepResult, persistent_buffers, saved_parameters
+from lavis_ds.engines import fragments
+from lavis_ds.engines.base import StepResult, fill_weights, persistent_buffers, saved_parameters
 from lavis_ds.engines.ds_config import BatchPlan
-from lavis_ds.errors import CheckpointError, ConfigError
+from lavis_ds.errors import ConfigError
 from lavis_ds.optim.adamw import NO_FACTORS, adamw, scale_learning_rates
-
-_STATE_FILE = "torch_engine.pt"
 
 
 class TorchEngine:
@@ -84,26 +83,16 @@ class TorchEngine:
         return StepResult(float(norm) if applied else float("inf"), applied)
 
     def save(self, folder: Path) -> None:
-        if self.data_parallel_rank == 0:
-            weights = {name: tensor.detach() for name, tensor in self.full_tensors()}
-            torch.save({"module": weights, "optimizer": self._optimizer.state_dict()}, folder / _STATE_FILE)
+        fragments.write(self._fragments(), folder, self.data_parallel_rank)
 
-    def load(self, folder: Path) -> None:
-        path = folder / _STATE_FILE
-        if not path.is_file():
-            raise CheckpointError(
-                "this holds no state of the torch engine.",
-                where=str(folder),
-                hint="Was it written by run.engine=deepspeed?",
-            )
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        absent = {name for name, _ in self.full_tensors()} - state["module"].keys()
-        if absent:
-            raise CheckpointError(
-                f"tensors of the model are missing: {', '.join(sorted(absent)[:3])}.", where=str(path)
-            )
-        self.module.load_state_dict(state["module"], strict=False)
-        self._optimizer.load_state_dict(state["optimizer"])
+    def load(self, folder: Path, weights: Mapping[str, Tensor]) -> list[str]:
+        with torch.no_grad():
+            fill_weights(self.module, weights)
+            return fragments.restore(self._fragments(), fragments.StoredFragments(folder), weights)
+
+    def _fragments(self) -> Iterator[fragments.Fragment]:
+        named = self.module.named_parameters()
+        return fragments.whole(named, self._optimizer, rank=self.data_parallel_rank, world_size=self.data_parallel_size)
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from saved_parameters(self.module)

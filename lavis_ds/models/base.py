@@ -165,6 +165,11 @@ class Model(nn.Module, ABC):
         return None
 
     @property
+    def has_mrope(self) -> bool:
+        """Whether positions are those in time, height and width (multimodal rotary positions)."""
+        return False
+
+    @property
     def image_marks(self) -> tuple[str, str] | None:
         """Special tokens that stand before and after each picture, where the model was trained with such."""
         return None
@@ -227,6 +232,17 @@ def is_frozen(module: nn.Module) -> bool:
     """Whether the module has parameters and none of them trains."""
     parameters = list(module.parameters())
     return bool(parameters) and not any(p.requires_grad for p in parameters)
+
+
+def active_elements(module: nn.Module) -> float:
+    """As `matrix_elements`, but of experts only those that a token is sent to."""
+    unvisited = 0.0
+    for block in module.modules():
+        router: Any = getattr(block, "gate", None)
+        if hasattr(block, "experts") and hasattr(router, "top_k"):
+            share = 1 - router.top_k / router.num_experts
+            unvisited += share * matrix_elements(block.experts)  # type: ignore[arg-type]
+    return matrix_elements(module) - unvisited
 
 
 def matrix_elements(module: nn.Module) -> int:

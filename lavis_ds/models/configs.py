@@ -110,6 +110,28 @@ class HFVisionConfig(VisionEncoderConfig):
         return self
 
 
+class Siglip2NaFlexConfig(VisionEncoderConfig):
+    """SigLIP 2 with NaFlex from a hub id or folder, or by shape: pictures at their own size and shape, in patches."""
+
+    name: str = "siglip2_naflex"
+    path: str | None = Field(None, description="hub id or local folder with config.json and weights")
+    config: dict[str, Any] | None = Field(
+        None, description="config.json's content, with model_type: random weights of this shape"
+    )
+    select_layer: int = Field(
+        -1, description="hidden state used, as in Python: 0 is the embeddings, -1 the last; later layers are not built"
+    )
+    final_norm: bool = Field(False, description="apply the tower's own final layer norm to that hidden state")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Siglip2NaFlexConfig:
+        if (self.path is None) == (self.config is None):
+            raise ValueError("give either `path` (a hub id or folder) or `config` (a shape with random weights)")
+        if self.config is not None and "model_type" not in self.config:
+            raise ValueError("`config` must hold `model_type`: siglip2_vision_model")
+        return self
+
+
 class ProjectorConfig(NamedConfig):
     """Options that every projector has."""
 
@@ -126,6 +148,52 @@ class MLPProjectorConfig(ProjectorConfig):
     name: str = "mlp"
     depth: int = Field(2, ge=1, description="number of linear layers")
     merge_size: int = Field(1, ge=1, description="merge squares of this many patches a side into one token")
+    layer_norm: bool = Field(False, description="a layer norm before the layers (InternVL)")
+
+
+class AveragePoolProjectorConfig(ProjectorConfig):
+    """Averages of neighbouring patches, then linear layers with GELU between (DeCo)."""
+
+    name: str = "average_pool"
+    kernel_size: int = Field(2, ge=1, description="average squares of this many patches a side into one token")
+    grid_size: int | None = Field(
+        None, ge=1, description="average to this many tokens a side instead, whatever the number of patches"
+    )
+    depth: int = Field(2, ge=1, description="number of linear layers")
+
+    @model_validator(mode="after")
+    def _one_size(self) -> AveragePoolProjectorConfig:
+        if self.grid_size is not None and "kernel_size" in self.model_fields_set:
+            raise ValueError("`kernel_size` and `grid_size` are both given; keep one")
+        return self
+
+
+class PerceiverProjectorConfig(ProjectorConfig):
+    """The perceiver resampler of Idefics2: learned latents look at the patches, at the language model's width."""
+
+    name: str = "perceiver"
+    num_latents: int = Field(64, ge=1, description="tokens an image becomes")
+    num_hidden_layers: int = Field(3, ge=1, description="layers of attention to the patches")
+    num_attention_heads: int = Field(16, ge=1, description="attention heads")
+    num_key_value_heads: int = Field(4, ge=1, description="heads of keys and values")
+    head_dim: int = Field(96, ge=1, description="width of an attention head")
+    intermediate_size: int | None = Field(
+        None, ge=1, description="inner width of the MLP before it; four times the language model's where left out"
+    )
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout probability of attention")
+
+
+class CAbstractorProjectorConfig(ProjectorConfig):
+    """Honeybee's C-Abstractor: convolutions, an adaptive average pool, convolutions, linear layers."""
+
+    name: str = "c_abstractor"
+    grid_size: int = Field(12, ge=1, description="tokens a side that an image becomes")
+    depth: int = Field(3, ge=1, description="convolution blocks before the pool, and as many after it")
+    hidden_size: int = Field(1024, ge=1, description="width of the blocks")
+    mlp_depth: int = Field(2, ge=1, description="number of linear layers, with SiLU between")
+    num_positions: int | None = Field(
+        None, ge=1, description="patches an image has, to give each a learned position (Honeybee's own has them)"
+    )
 
 
 class QFormerProjectorConfig(ProjectorConfig):

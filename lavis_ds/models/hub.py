@@ -22,7 +22,7 @@ from lavis_ds.models.conversion import qwen_folder, qwen_tokenizer
 from lavis_ds.models.skeleton import reads_weights
 
 _UNDECLARED = {"qwen3_moe": {"head_dim"}}
-"""model_type -> keys that its modeling code reads, and the hub's files have, but its configuration class does not name."""
+"""model_type -> keys that its code reads and the hub's files have, but its configuration class does not name."""
 
 _OLD_KEYS = {"model_type", "architectures", "torch_dtype", "transformers_version", "rope_theta", "rope_scaling"}
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "*.model", "spiece*", "*.tiktoken", "sentencepiece*")
@@ -167,7 +167,7 @@ def explained(path: str, where: str) -> Iterator[None]:
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError, StrictDataclassError) as error:
         reason = " ".join(str(error).split())
         if "trust_remote_code" in reason:
-            reason = "it needs Python code of its own, which is never run; only models that transformers has itself work."
+            reason = "it needs Python code of its own, which is never run; only models that transformers has work."
         if os.path.isdir(os.path.expanduser(path)):
             raise CheckpointError(f"the folder {path} can't be loaded: {reason[:300]}", where=where) from error
         if path.startswith(("/", ".", "~")) or path.count("/") > 1:

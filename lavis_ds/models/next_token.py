@@ -27,13 +27,14 @@ from lavis_ds.models.weights import Loaded
 
 
 class NextTokenModel(Model):
-    """Subclass, make `language` in `__init__` and call `set_up_experts` at its end, and say what hidden states are.
+    """Subclass, make `language` in `__init__`, call `set_up_experts` at its end, and say what hidden states are.
 
     Attributes:
         language: the part with the tokenizer and the output layer.
     """
 
     language: LanguageModel
+    _experts_are_set_up = False
     _to_sparsify = False
 
     @abstractmethod
@@ -51,8 +52,12 @@ class NextTokenModel(Model):
         return found
 
     def describe(self) -> dict[str, str]:
-        experts = self.language.experts
-        return {"attention": self.language.attention, **({"experts": experts} if experts and self.balancer else {})}
+        lines = {"attention": self.language.attention}
+        if self.language.experts is not None:
+            lines["experts"] = self.language.experts
+        if self.balancer is not None:
+            lines["balance of experts"] = self.balancer.describe()
+        return lines
 
     def forward(self, batch: Batch) -> tuple[Tensor, ...]:
         """(sum of token losses, number of right targets, sums of token losses by dataset); see `Model.forward`.
@@ -91,6 +96,7 @@ class NextTokenModel(Model):
         Raises:
             ConfigError: `model.moe` is given, and there are no routers, or some of an unsupported kind.
         """
+        self._experts_are_set_up = True
         if self._moe is not None and self._moe.num_experts is not None:
             source = self.config.pretrained if reads_weights() else None
             self._to_sparsify = source is not None and not any(".experts." in name for name in open_weights(source))
@@ -102,6 +108,8 @@ class NextTokenModel(Model):
 
     def complete(self) -> list[Loaded]:
         loaded = super().complete()
+        if not self._experts_are_set_up:
+            raise NotImplementedError(f"{type(self).__name__}.__init__ must end with self.set_up_experts()")
         if self._to_sparsify and self._moe is not None:
             self._refuse_experts()
             self.language.upcycle(self._moe)
@@ -131,13 +139,13 @@ class NextTokenModel(Model):
             coefficient = default if options.balance_loss is None else options.balance_loss
             self.language.balancer = Balancer(routers, options, coefficient)
 
-    def freeze(self, patterns: list[str]) -> None:
+    def adapt(self) -> None:
         """As in `Model`.
 
         Raises:
-            ConfigError: a pattern matches nothing, or experts of a frozen language model are to be balanced.
+            ConfigError: adapters can't be added, or experts of a frozen language model are to be balanced.
         """
-        super().freeze(patterns)
+        super().adapt()
         balancer = self.balancer
         if balancer is not None and balancer.is_active and is_frozen(self.language):
             raise ConfigError(

@@ -91,13 +91,43 @@ class VisionEncoder(Part, ABC):
     def forward(self, images_N3HW: Tensor) -> Tensor: ...
 
 
+class NativeVisionEncoder(Part, ABC):
+    """Patches (P, E) uint8 of pictures of any size -> features (P, Dv), a patch each, in the same order.
+
+    Attributes:
+        hidden_size: Dv.
+        patch_elements: E, two equal frames of a patch.
+        num_tokens: 1, since a view is a patch.
+    """
+
+    Config: ClassVar[type[VisionEncoderConfig]] = VisionEncoderConfig
+    hidden_size: int
+    patch_elements: int
+    num_tokens: int = 1
+
+    @abstractmethod
+    def forward(self, patches_PE: Tensor, grids_N3: Tensor, merge_size: int) -> Tensor:
+        """Features.
+
+        Args:
+            patches_PE: see `lavis_ds.batch.Batch.images`.
+            grids_N3: see `lavis_ds.batch.Batch.image_grids`.
+            merge_size: the order of a picture's patches: square by square of so many a side.
+        """
+
+
 class Projector(Part, ABC):
     """Features (N, P, Dv) -> tokens (N, Q, Dl).
 
     Built as `Projector(config, vision_hidden_size=Dv, language_hidden_size=Dl)`.
+
+    Attributes:
+        merge_size: patches a side of the squares that become a token each, in a projector that looks at one such square
+            at a time and so takes pictures of native resolution too; None in others.
     """
 
     Config: ClassVar[type[ProjectorConfig]] = ProjectorConfig
+    merge_size: int | None = None
 
     def __init__(self, config: ProjectorConfig, *, vision_hidden_size: int, language_hidden_size: int) -> None:
         super().__init__()

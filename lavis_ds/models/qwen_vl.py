@@ -17,7 +17,7 @@ from lavis_ds import registry
 from lavis_ds.batch import Batch
 from lavis_ds.errors import ConfigError, DataError
 from lavis_ds.models import hub
-from lavis_ds.models.base import Work, is_frozen, matrix_elements
+from lavis_ds.models.base import Work, active_elements, is_frozen, matrix_elements
 from lavis_ds.models.configs import Qwen2_5VLConfig, Qwen3VLConfig, Qwen3VLMoEConfig, QwenVLConfig
 from lavis_ds.models.language.qwen_vl_decoder import DeepStack, QwenVLDecoder
 from lavis_ds.models.next_token import NextTokenModel
@@ -83,6 +83,10 @@ class QwenVL(NextTokenModel):
         return self.vision.merge_size
 
     @property
+    def has_mrope(self) -> bool:
+        return True
+
+    @property
     def image_marks(self) -> tuple[str, str]:
         return "<|vision_start|>", "<|vision_end|>"
 
@@ -104,7 +108,7 @@ class QwenVL(NextTokenModel):
         mergers = sum(matrix_elements(part) for name, part in tower.named_children() if "merger" in name)
         a_patch = matrix_elements(tower) - mergers + mergers / self.vision.merge_size**2
         return Work(
-            per_token=2 * language * self.language.active_elements(),
+            per_token=2 * language * active_elements(self.language),
             per_pair=4 * language * self.language.hidden_size * self.language.num_layers,
             per_view=2 * vision * a_patch,
         )

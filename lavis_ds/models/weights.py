@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -84,6 +85,31 @@ def start_notices(model: nn.Module, loads: Sequence[Loaded]) -> list[str]:
     if frozen:
         lines.append(f"FROZEN WITH RANDOM WEIGHTS: {', '.join(_modules(frozen, sizes))}. This will never learn.")
     return lines
+
+
+class WeightsFolder(Mapping[str, Tensor]):
+    """The tensors that `save_weights` wrote, each read when it is asked for.
+
+    Raises:
+        CheckpointError: there are no weights, or a file is missing or damaged.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self._paths = read_keys(folder)
+        self._files: dict[Path, Any] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        path = self._paths[name]
+        if path not in self._files:
+            self._files[path] = open_safetensors(path)
+        tensor: Tensor = self._files[path].get_tensor(name)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def __len__(self) -> int:
+        return len(self._paths)
 
 
 def read_keys(folder: str | Path) -> dict[str, Path]:

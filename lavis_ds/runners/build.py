@@ -54,7 +54,7 @@ def text_context(model: Model) -> TextContext:
         tokenizer=model.tokenizer,
         tokens_per_image=model.tokens_per_image,
         max_length=model.config.max_txt_len,
-        merge_size=model.merge_size,
+        merge_size=model.merge_size if model.has_mrope else None,
         image_marks=model.image_marks,
         placeholders=model.placeholders,
         tokens_per_second=model.tokens_per_second,
@@ -113,6 +113,7 @@ def collator(model: Model, data: EncodedDataset, *, padding_side: Literal["right
         datasets=names,
         padding_side=padding_side,
         merge_size=model.merge_size,
+        mrope=model.has_mrope,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import transformers
@@ -14,8 +14,9 @@ import lavis_ds
 from lavis_ds import distributed
 from lavis_ds.engines.base import Engine
 from lavis_ds.errors import CheckpointError
-from lavis_ds.models.weights import save_weights
+from lavis_ds.models.weights import WeightsFolder, save_weights
 from lavis_ds.runners import checkpoint_files
+from lavis_ds.runners.checkpoint_files import Keep
 from lavis_ds.runners.state import TrainState
 
 
@@ -24,7 +25,7 @@ def save(
     engine: Engine,
     state: TrainState,
     config_yaml: str,
-    keep_last: int,
+    keep: Keep,
     data_state: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint of this step under `folder`; called on all ranks. Returns its path.
@@ -37,52 +38,91 @@ def save(
     final = checkpoint_files.step_folder(folder, state.step)
     partial = distributed.broadcast_object(checkpoint_files.begin(final) if distributed.is_main() else None)
     assert partial is not None
-    engine.save(partial / "engine")
+    engine.save(partial / "optimizer")
     save_weights(engine.full_tensors(), partial / "weights", write=distributed.is_main())
     torch.save(_rng_state(), partial / "rng" / _rng_file())
     if data_state:
         (partial / "data").mkdir(exist_ok=True)
         (partial / "data" / _data_file()).write_text(json.dumps(data_state) + "\n")
-    distributed.barrier()
     if distributed.is_main():
         state.save(partial / "train_state.json")
         (partial / "config.yaml").write_text(config_yaml)
-        checkpoint_files.finish(partial, final, engine.describe(), _versions(), keep_last)
+    own = f"rank_{distributed.global_rank():05d}"
+    names = [name for name in checkpoint_files.written(partial) if own in name]  # read again while they are cached
+    files = distributed.gather_objects(checkpoint_files.contents(partial, names))
+    if distributed.is_main():
+        listed = {name: content for found in files for name, content in found.items()}
+        checkpoint_files.finish(partial, final, engine.describe(), _versions(), keep, listed)
     distributed.barrier()
     return final
 
 
-def load(path: Path, engine: Engine, state: TrainState) -> dict[str, Any]:
-    """Restore engine, counters and random states; called on all ranks.
+def damaged(path: Path) -> list[str]:
+    """Files of a complete checkpoint that no longer hold what was written; ranks share the reading of it."""
+    manifest = checkpoint_files.verify(path)
+    share = sorted(manifest["files"])[distributed.global_rank() :: distributed.world_size()]
+    found = distributed.gather_objects(checkpoint_files.changed(path, manifest, share))
+    return sorted(name for names in found for name in names)
 
-    Returns:
-        What this rank's batches need to go on, where they need anything.
+
+class Resumed(NamedTuple):
+    """What was restored besides the state itself.
+
+    Attributes:
+        data_state: what this rank's batches need to go on, where they need anything.
+        notices: what the user should know, a line each.
+    """
+
+    data_state: dict[str, Any]
+    notices: list[str]
+
+
+def load(path: Path, engine: Engine, state: TrainState) -> Resumed:
+    """Restore weights, optimizer, counters and random states; called on all ranks, of any number and any engine.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, of another layout, or of other data.
+        CheckpointError: the checkpoint is incomplete, of another model, or of other data.
     """
     manifest = checkpoint_files.verify(path)
-    _check_layout(path, manifest["layout"], engine.describe())
     state.restore(path / "train_state.json")
-    engine.load(path / "engine")
+    fresh = engine.load(path / "optimizer", WeightsFolder(path / "weights"))
     rng = path / "rng" / _rng_file()
     if rng.is_file():  # a rank that did not exist then starts with its own seed
         _restore_rng(torch.load(rng, weights_only=True))
-    data = path / "data" / _data_file()
-    return dict(json.loads(data.read_text())) if data.is_file() else {}
-
-
-def _check_layout(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> None:
-    keys = ["engine", "zero_stage", "precision"] + (["data_parallel_size"] if current["engine"] == "deepspeed" else [])
-    different = [key for key in keys if saved.get(key) != current.get(key)]
-    if different:
-        raise CheckpointError(
-            "this checkpoint has another layout than the run.",
-            where=str(path),
-            given=", ".join(f"{key}={current.get(key)}" for key in different),
-            expected=", ".join(f"{key}={saved.get(key)}" for key in different),
-            hint="Resume with the settings it was made with, or start anew from its weights with model.pretrained.",
+    saved, current = manifest["layout"], engine.describe()
+    notices = [_changed_layout(path, saved, current)] if saved != current else []
+    if names := sorted({name for rank in distributed.gather_objects(fresh) for name in rank}):
+        more = ", ..." if names[3:] else ""
+        notices.append(
+            f"{len(names)} parameters did not train before; their moments start anew: {', '.join(names[:3])}{more}."
         )
+    return Resumed(_data_state(path, saved, current), notices)
+
+
+def _changed_layout(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> str:
+    different = [key for key in {**saved, **current} if saved.get(key) != current.get(key)]
+    changes = ", ".join(f"{key} {saved.get(key, 'none')} -> {current.get(key, 'none')}" for key in different)
+    return f"{path.name} was made with another layout and goes on in this one: {changes}."
+
+
+def _data_state(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> dict[str, Any]:
+    """What this rank's stream needs to go on.
+
+    Raises:
+        CheckpointError: data is read as a stream, which can't be shared out among another number of ranks.
+    """
+    if not (path / "data").is_dir():
+        return {}
+    size, before = current["data_parallel_size"], saved["data_parallel_size"]
+    if size != before:
+        raise CheckpointError(
+            "data that is read as a stream can't go on at another number of ranks.",
+            where=str(path / "data"),
+            given=f"{size} ranks",
+            expected=f"{before}",
+            hint="Index the shards (`lavis-ds data index`) before a run, and it can.",
+        )
+    return dict(json.loads((path / "data" / _data_file()).read_text()))
 
 
 def _versions() -> dict[str, str]:

@@ -4,13 +4,13 @@ Layout of `checkpoints/step_00001000/`:
 
 | path | content |
 |---|---|
-| `engine/` | the engine's shards: what an exact continuation needs |
+| `optimizer/` | float32 masters and moments, each rank's stretches of them (`engines.fragments`) |
 | `weights/` | the model's weights, whole, as safetensors: what evaluation, the next stage and other tools need |
 | `train_state.json` | `TrainState` |
 | `rng/rank_00000.pt` | random states of each rank (tensors only) |
 | `data/rank_00000.json` | where each rank's stream goes on, where data is read as a stream |
 | `config.yaml` | the resolved configuration |
-| `manifest.json` | layout, versions, and the size of every file |
+| `manifest.json` | layout, versions, and size and checksum of every file |
 | `COMPLETE` | written last |
 """
 
@@ -18,32 +18,102 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lavis_ds.errors import CheckpointError
 
 COMPLETE = "COMPLETE"
 LATEST = "latest"
+FORMAT = 2
+"""Of the layout above; 1 held DeepSpeed's own shards."""
+
+_READERS, _BLOCK_BYTES = 8, 2**24
 
 
 def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step_{step:08d}"
 
 
+def step_of(path: Path) -> int:
+    """The step of a checkpoint folder."""
+    return int(path.name.removeprefix("step_"))
+
+
 def begin(final: Path) -> Path:
     """An empty folder to write a checkpoint into, beside its final name."""
     partial = final.parent / f".partial_{final.name}"
     shutil.rmtree(partial, ignore_errors=True)
-    for name in ("engine", "rng"):
+    for name in ("optimizer", "rng"):
         (partial / name).mkdir(parents=True)
     return partial
 
 
-def finish(partial: Path, final: Path, layout: dict[str, Any], versions: dict[str, str], keep_last: int) -> None:
-    """Mark a written checkpoint complete, give it its name, point `latest` at it, remove the oldest."""
-    files = {str(p.relative_to(partial)): p.stat().st_size for p in sorted(partial.rglob("*")) if p.is_file()}
-    manifest = {"format": 1, "layout": layout, "versions": versions, "files": files}
+class Keep(NamedTuple):
+    """Which complete checkpoints stay.
+
+    Attributes:
+        last: number of newest ones.
+        every: those of steps that this divides.
+        best_step: the one of this step.
+    """
+
+    last: int
+    every: int | None = None
+    best_step: int | None = None
+
+    def dispensable(self, paths: Sequence[Path], newest: Path) -> list[Path]:
+        """Those of `paths`, oldest first, that may go; `newest`, though it may not be of the latest step, stays."""
+        others = [path for path in paths if path != newest]
+        old = others[: max(0, len(others) + 1 - self.last)]
+        return [p for p in old if step_of(p) != self.best_step and (self.every is None or step_of(p) % self.every)]
+
+
+class Content(NamedTuple):
+    """What a file must hold."""
+
+    bytes: int
+    crc32: int
+
+
+def contents(root: Path, names: Iterable[str]) -> dict[str, Content]:
+    """Size and checksum of files, by name relative to `root`; several are read at a time."""
+    with ThreadPoolExecutor(_READERS) as readers:  # zlib lets other threads run
+        return dict(zip(names, readers.map(lambda name: _content(root / name), names), strict=True))
+
+
+def _content(path: Path) -> Content:
+    total = checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK_BYTES):
+            total, checksum = total + len(block), zlib.crc32(block, checksum)
+    return Content(total, checksum)
+
+
+def written(root: Path) -> list[str]:
+    """Names of all files in a folder, relative to it."""
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def finish(
+    partial: Path,
+    final: Path,
+    layout: dict[str, Any],
+    versions: dict[str, str],
+    keep: Keep,
+    files: dict[str, Content] | None = None,
+) -> None:
+    """Mark a written checkpoint complete, give it its name, point `latest` at it, remove the oldest.
+
+    `files` is what ranks know of theirs already.
+    """
+    known = files or {}
+    listed = {**known, **contents(partial, [name for name in written(partial) if name not in known])}
+    entries = {name: listed[name]._asdict() for name in sorted(listed)}
+    manifest = {"format": FORMAT, "layout": layout, "versions": versions, "files": entries}
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     (partial / COMPLETE).touch()
     if final.exists():
@@ -52,8 +122,7 @@ def finish(partial: Path, final: Path, layout: dict[str, Any], versions: dict[st
     temporary = final.parent / f".{LATEST}"
     temporary.write_text(final.name + "\n")
     temporary.rename(final.parent / LATEST)
-    others = [path for path in complete_ones(final.parent) if path != final]  # a damaged one may be of a later step
-    for path in others[: max(0, len(others) + 1 - keep_last)]:
+    for path in keep.dispensable(complete_ones(final.parent), final):
         _remove(path)
 
 
@@ -83,10 +152,18 @@ def verify(path: Path) -> dict[str, Any]:
         )
     try:
         manifest: dict[str, Any] = json.loads((path / "manifest.json").read_text())
-        files = dict(manifest["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        files = {name: Content(**entry) for name, entry in manifest["files"].items()} if is_ours(manifest) else {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"the manifest can't be read ({error}).", where=str(path)) from error
-    for name, size in files.items():
+    if not is_ours(manifest):
+        raise CheckpointError(
+            "this checkpoint was written by another version of lavis_ds and can't be gone on with.",
+            where=str(path),
+            given=f"format {manifest.get('format')}",
+            expected=f"{FORMAT}",
+            hint="Start anew from its weights: model.pretrained takes the folder.",
+        )
+    for name, (size, _) in files.items():
         actual = (path / name).stat().st_size if (path / name).is_file() else None
         if actual != size:
             raise CheckpointError(
@@ -99,10 +176,26 @@ def verify(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def find(folder: Path) -> tuple[Path | None, list[str]]:
-    """The newest complete checkpoint under `folder`, and a line for each newer one that was passed over."""
+def is_ours(manifest: Mapping[str, Any]) -> bool:
+    """Whether this version reads checkpoints of that format."""
+    return manifest.get("format") == FORMAT
+
+
+def changed(path: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Those files of a checkpoint that no longer hold what was written, by reading them."""
+    expected = {name: Content(**manifest["files"][name]) for name in names}
+    return [name for name, content in contents(path, list(expected)).items() if content != expected[name]]
+
+
+def find(folder: Path, *, before: Path | None = None) -> tuple[Path | None, list[str]]:
+    """The newest complete checkpoint under `folder`, and a line for each newer one that was passed over.
+
+    `before` leaves out that one and all later ones.
+    """
     passed_over = []
     for path in sorted(folder.glob("step_*"), reverse=True):
+        if before is not None and path.name >= before.name:
+            continue
         try:
             verify(path)
         except CheckpointError as error:

@@ -21,15 +21,39 @@ class Job:
         folder: `<run.output_dir>/<job_id>`.
         resume_from: checkpoint folder to continue from, or None.
         notices: lines to tell the user.
+        is_free: whether an older checkpoint will do, since the user named none.
     """
 
     folder: Path
     resume_from: Path | None = None
     notices: tuple[str, ...] = ()
+    is_free: bool = False
 
     @property
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
+
+    def without_damaged(self, damaged: Sequence[str]) -> Job:
+        """The job as it goes on without its checkpoint, of which these files have changed.
+
+        Raises:
+            CheckpointError: the user named that checkpoint.
+        """
+        path = self.resume_from
+        assert path is not None
+        what = f"{path / damaged[0]}: this file no longer holds what was written (its checksum differs)"
+        older = [other for other in checkpoint_files.complete_ones(self.checkpoints) if other.name < path.name]
+        if not self.is_free:
+            raise CheckpointError(
+                "a file no longer holds what was written: its checksum differs.",
+                where=str(path / damaged[0]),
+                given=f"{len(damaged)} such files" if damaged[1:] else None,
+                hint=f"Resume from {older[-1].name}." if older else "Copy it again, if you have another copy.",
+            )
+        found, passed_over = checkpoint_files.find(self.checkpoints, before=path)
+        outcome = f"continuing from {found}." if found else "no other checkpoint is whole; starting anew."
+        lines = (f"passed over: {what}.", *(f"passed over: {line}" for line in passed_over), outcome)
+        return replace(self, resume_from=found, notices=(*self.notices, *(f"resume auto: {line}" for line in lines)))
 
     def with_notices(self, lines: Sequence[str]) -> Job:
         return replace(self, notices=(*lines, *self.notices))
@@ -63,7 +87,7 @@ def resolve(config: RootConfig, *, job_id: str | None, resume: str | None) -> Jo
         found, damaged = checkpoint_files.find(folder / "checkpoints")
         notices = tuple(f"resume auto: passed over: {line}" for line in damaged)
         outcome = f"continuing from {found}." if found else f"no complete checkpoint in {folder}; starting anew."
-        return Job(folder, found, (*notices, f"resume auto: {outcome}"))
+        return Job(folder, found, (*notices, f"resume auto: {outcome}"), is_free=True)
     folder = output_dir / (job_id or _time_stamp())
     if checkpoint_files.complete_ones(folder / "checkpoints"):
         raise ConfigError(

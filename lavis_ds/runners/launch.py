@@ -31,6 +31,10 @@ def train(cfg: str, options: Sequence[str], *, job_id: str | None, resume: str |
 
     distributed = _join(config)
     chosen = distributed.broadcast_object(chosen)
+    from lavis_ds.runners import checkpoint
+
+    while chosen.resume_from is not None and (damaged := checkpoint.damaged(chosen.resume_from)):
+        chosen = chosen.without_damaged(damaged)
     chosen = chosen.with_notices([*loaded.notices, *checked.notices])
     runner = registry.get_runner_class(config.run.runner.name)(config, chosen, checked)
     code: int = runner.run()

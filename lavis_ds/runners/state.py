@@ -24,6 +24,8 @@ class TrainState:
         global_batch_size: samples an optimizer step; a resumed run must have the same.
         seed: seed of the data order; a resumed run must have the same.
         samples_an_epoch: samples of one pass over the training data.
+        best_value: best value so far of the metric `run.keep_best`.
+        best_step: optimizer steps done when it was found.
         order: what else the order of samples depends on (batching, mixture, ...); a resumed run must have the same.
     """
 
@@ -36,6 +38,8 @@ class TrainState:
     global_batch_size: int = 0
     seed: int = 0
     samples_an_epoch: int = 0
+    best_value: float | None = None
+    best_step: int | None = None
     order: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -49,6 +53,14 @@ class TrainState:
         self.samples_seen += samples
         self.tokens_seen += tokens
         self.targets_seen += targets
+
+    def is_best(self, value: float, *, lower_is_better: bool) -> bool:
+        """Whether this is the best value so far; remembers it if so."""
+        before = self.best_value
+        if before is not None and (value >= before if lower_is_better else value <= before):
+            return False
+        self.best_value, self.best_step = value, self.step
+        return True
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(asdict(self), indent=2) + "\n")

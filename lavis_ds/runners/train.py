@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -11,9 +12,10 @@ from lavis_ds import distributed
 from lavis_ds.batch import Batch
 from lavis_ds.config.load import to_yaml
 from lavis_ds.config.schema import Interval, RootConfig
-from lavis_ds.errors import NonFiniteError
+from lavis_ds.errors import ConfigError, NonFiniteError
 from lavis_ds.optim.groups import param_groups, parameter_table
 from lavis_ds.runners import build, checkpoint, environment, observers, step_plan
+from lavis_ds.runners.checkpoint_files import Keep
 from lavis_ds.runners.configs import TrainRunnerConfig
 from lavis_ds.runners.evaluate import evaluate
 from lavis_ds.runners.gradient_check import GradientCheck
@@ -57,16 +59,16 @@ class TrainRunner:
             order=self.steps.describe(),
         )
         self.schedule, self.schedule_shape = build.schedule(self.run_config, self.total_steps)
-        self.data_state: dict[str, Any] = {}  # what batches need to go on, besides the step
-        if job.resume_from is not None:
-            self.data_state = checkpoint.load(job.resume_from, self.engine, self.state)
+        resumed = checkpoint.load(job.resume_from, self.engine, self.state) if job.resume_from else None
+        self.data_state = resumed.data_state if resumed else {}  # what batches need to go on, besides the step
+        self.notices = [*job.notices, *(resumed.notices if resumed else self.model.notices)]
         self.observers: list[Observer] = (
             observers.build(self.run_config.observers, self.run_config.log_every) if distributed.is_main() else []
         )
         self.quarantine = Quarantine(
             job.folder, self.state.step, sum(self.train_data.sizes), config.data.max_bad_fraction
         )
-        self.saved_step = self.state.step if job.resume_from is not None else -1
+        self.saved_step, self.saved_s = self.state.step if job.resume_from is not None else -1, time.monotonic()
 
     def _build_data(self) -> None:
         config, plan, engine = self.config, self.plan, self.engine
@@ -96,11 +98,12 @@ class TrainRunner:
         groups = build.train_loader(self.config, self.train_data, collator, self.steps, state.step, self.data_state)
         engine.module.train()
         with StopRequest() as stop, contextlib.closing(groups):
-            timer, gradients = StepTimer(), GradientCheck(self.model)
+            timer = StepTimer()
+            gradients: GradientCheck | None = GradientCheck(self.model)
             for group in groups:
                 timer.data_arrived()
                 epoch = int(state.epoch)
-                counts = GroupCounts(group, stop=stop.requested)
+                counts = GroupCounts(group, stop=stop.requested, save=self._is_time_to_save())
                 if counts.unusable:
                     unusable = [sample for batch in group for sample in batch.unusable]
                     self.quarantine.add(state.step + 1, unusable, samples_seen=state.samples_seen)
@@ -125,11 +128,11 @@ class TrainRunner:
                 state.advance(samples=consumed, tokens=counts.tokens, targets=counts.targets)
                 self.data_state = groups.state()
                 self._report_step(loss, lr, result.grad_norm, counts, metrics, timer.finish(counts), group)
-                crossed_epoch = int(state.epoch) > epoch
+                crossed_epoch, is_best = int(state.epoch) > epoch, False
                 if _is_due(run.eval_every, state.step, crossed_epoch):
-                    self._evaluate(run.valid_splits)
+                    is_best = self._evaluate(run.valid_splits)
                 wants_stop = counts.stop or state.step == run.stop_at_step
-                if wants_stop or _is_due(run.save_every, state.step, crossed_epoch):
+                if wants_stop or is_best or counts.save or _is_due(run.save_every, state.step, crossed_epoch):
                     self._save()
                 if wants_stop and state.step < self.total_steps:
                     return True
@@ -192,13 +195,20 @@ class TrainRunner:
             self.engine,
             self.state,
             to_yaml(self.config),
-            self.run_config.keep_last,
+            Keep(self.run_config.keep_last, self.run_config.keep_every, self.state.best_step),
             self.data_state,
         )
-        self.saved_step = self.state.step
+        self.saved_step, self.saved_s = self.state.step, time.monotonic()
         self._watch(lambda observer: observer.on_checkpoint(self.state.step, path))
 
-    def _evaluate(self, splits: Sequence[str]) -> None:
+    def _is_time_to_save(self) -> bool:
+        """Asked of every rank; rank 0's clock counts."""
+        minutes = self.run_config.save_every_minutes
+        return minutes is not None and distributed.is_main() and time.monotonic() - self.saved_s >= 60 * minutes
+
+    def _evaluate(self, splits: Sequence[str]) -> bool:
+        """Returns whether the metric `keep_best` is the best so far."""
+        is_best = False
         for split in splits:
             result = evaluate(
                 self.config,
@@ -215,6 +225,24 @@ class TrainRunner:
                 result.write(self.job.folder / "eval")
                 self._say(result.notices())
             self._watch(lambda observer, r=result: observer.on_evaluate(r.split, r.step, r.metrics, r.predictions))  # type: ignore[misc]
+            is_best |= self._is_best(split, result.metrics)
+        return is_best
+
+    def _is_best(self, split: str, metrics: Mapping[str, float]) -> bool:
+        """Raises:
+        ConfigError: the metric that `keep_best` names is none of this split's.
+        """
+        chosen, _, name = (self.run_config.keep_best or "").partition("/")
+        if chosen != split:
+            return False
+        if name not in metrics:
+            raise ConfigError(
+                "the evaluation gives no such metric.",
+                where="run.keep_best",
+                given=f"{split}/{name}",
+                expected=", ".join(f"{split}/{known}" for known in metrics),
+            )
+        return self.state.is_best(metrics[name], lower_is_better=name == "loss")
 
     # --- around the run --------------------------------------------------------------------------------------------
 
@@ -226,7 +254,7 @@ class TrainRunner:
             self.job.folder, self.total_steps, self.config.model_dump(mode="json"), self._summary(), self.state.step
         )
         self._watch(lambda observer: observer.on_start(info, self.state))
-        self._say([*self.job.notices, *(self.model.notices if self.job.resume_from is None else [])])
+        self._say(self.notices)
 
     def _summary(self) -> dict[str, str]:
         total, trainable = sum(row.parameters for row in self.parts), sum(row.trainable for row in self.parts)

@@ -76,7 +76,7 @@ def test_two_ranks_equal_one_process_and_resume_exactly(
     bias = whole["language.balancer.selection_bias"]
     assert bias.shape == (2, 4)
     torch.testing.assert_close(bias / 0.01, (bias / 0.01).round(), atol=1e-5, rtol=0)  # measured 0
-    assert bias.unique().numel() > 2
+    assert len(set(bias.flatten().tolist())) > 2
 
 
 def assert_same(lines: list[dict[str, Any]], reference: list[dict[str, Any]], layers: tuple[int, ...] = (0, 1)) -> None:

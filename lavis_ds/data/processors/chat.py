@@ -232,7 +232,7 @@ def sample_of(
         labels=torch.from_numpy(np.where(weights > 0, ids, IGNORE_INDEX)),
         position_ids=_positions(tokens, kept, context),
         images=_joined([views.pixels for views in kept]),
-        image_grids=_grids(kept) if context.merge_size is not None else None,
+        image_grids=_grids(kept) if context.merge_size is not None or any(views.grid for views in kept) else None,
         image_index=tokens.image_index,
         target_weights=torch.from_numpy(weights) if set(tokens.weights) - {0.0, 1.0} else None,
         num_dropped_turns=num_dropped,

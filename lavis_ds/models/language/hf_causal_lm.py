@@ -38,7 +38,8 @@ class HFCausalLM(LanguageModel):
 
     def __init__(self, config: HFCausalLMConfig) -> None:
         super().__init__()
-        self.tokenizer = hub.load_tokenizer(config.tokenizer or str(config.path), f"{_WHERE}.tokenizer")
+        source = "tokenizer" if config.tokenizer else "path"
+        self.tokenizer = hub.load_tokenizer(config.tokenizer or str(config.path), f"{_WHERE}.{source}")
         self.attention = "sdpa" if config.attention == "auto" else config.attention
         self.lm: Any = self._build(config)
         self.sourced = ("lm",) if config.path else ()

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from lavis_ds.errors import DataError
-from lavis_ds.models.base import matrix_elements
 from lavis_ds.models.configs import QwenVLLanguageConfig
 from lavis_ds.models.language.hf_causal_lm import HFCausalLM
 from lavis_ds.models.moe.configs import MoEConfig
@@ -121,14 +120,6 @@ class QwenVLDecoder(HFCausalLM):
 
     def adapters_added(self) -> None:
         self.lm.lm_head = self.lm_head  # the only module that both hold by name
-
-    def active_elements(self) -> float:
-        """Elements of the matrices that a token meets; of the experts only those that it is sent to."""
-        text = self.decoder.config
-        modules = self.decoder.named_modules()
-        experts = sum(matrix_elements(module) for name, module in modules if name.endswith(".mlp.experts"))
-        unvisited = 1 - text.num_experts_per_tok / text.num_experts if experts else 0.0
-        return matrix_elements(self) - experts * unvisited
 
     @torch.no_grad()
     def continue_prompts(

@@ -61,6 +61,18 @@ class Balancer(nn.Module):
         """Whether it changes training, rather than only watching."""
         return self._has_losses or bool(self.options.aux_free_rate)
 
+    def describe(self) -> str:
+        """What balances the experts, in a line."""
+        options = self.options
+        ways = [
+            f"balance loss {self.coefficient:g} ({options.balance_scope}, by {options.balance_over})"
+            if self.coefficient
+            else "",
+            f"z-loss {options.z_loss:g}" if options.z_loss else "",
+            f"bias in steps of {options.aux_free_rate:g}" if options.aux_free_rate is not None else "",
+        ]
+        return ", ".join(way for way in ways if way) or "nothing balances them"
+
     @property
     def _has_losses(self) -> bool:
         return self.coefficient > 0 or self.options.z_loss > 0

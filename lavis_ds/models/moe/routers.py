@@ -34,24 +34,19 @@ def require_routers(language: nn.Module, routers: dict[str, nn.Module], where: s
     """
     if routers:
         return
-    unknown = unknown_family(language)
+    unknown = _unknown_kind(language)
     raise ConfigError(
-        f"routers of a {unknown} are not supported." if unknown else "the language model has no experts.",
+        f"routers of this kind ({unknown}) are not supported." if unknown else "the language model has no experts.",
         where=where,
         expected=f"one of {', '.join(SUPPORTED.values())}, or a dense model and model.moe.num_experts",
         hint=f"Without {where} it trains as it is.",
     )
 
 
-def unknown_family(language: nn.Module) -> str | None:
-    """model_type of a model of transformers that has routers, none of them of a supported kind."""
-    if find_routers(language):
-        return None
-    for module in language.modules():
-        if "router_logits" in (getattr(type(module), "_can_record_outputs", None) or {}):
-            config: Any = module.config
-            return str(config.model_type)
-    return None
+def _unknown_kind(language: nn.Module) -> str | None:
+    """Class of what looks like a router or experts of another kind."""
+    names = (type(module).__name__ for module in language.modules())
+    return next((name for name in names if "Router" in name or "Experts" in name or "MoE" in name), None)
 
 
 def choose(router: Any, logits_SE: Tensor, bias_E: Tensor) -> tuple[Tensor, Tensor]:

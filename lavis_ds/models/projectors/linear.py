@@ -14,6 +14,7 @@ class LinearProjector(Projector):
     """Features (N, P, Dv) -> tokens (N, P, Dl)."""
 
     Config = LinearProjectorConfig
+    merge_size = 1
 
     def __init__(self, config: LinearProjectorConfig, *, vision_hidden_size: int, language_hidden_size: int) -> None:
         super().__init__(config, vision_hidden_size=vision_hidden_size, language_hidden_size=language_hidden_size)

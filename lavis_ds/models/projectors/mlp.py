@@ -17,14 +17,14 @@ class MLPProjector(Projector):
     """Features (N, P, Dv) -> tokens (N, P / merge_size^2, Dl)."""
 
     Config = MLPProjectorConfig
+    merge_size: int
 
     def __init__(self, config: MLPProjectorConfig, *, vision_hidden_size: int, language_hidden_size: int) -> None:
         super().__init__(config, vision_hidden_size=vision_hidden_size, language_hidden_size=language_hidden_size)
         self.merge_size = config.merge_size
-        layers: list[nn.Module] = [nn.Linear(vision_hidden_size * config.merge_size**2, language_hidden_size)]
-        for _ in range(config.depth - 1):
-            layers += [nn.GELU(), nn.Linear(language_hidden_size, language_hidden_size)]
-        self.layers = nn.Sequential(*layers)
+        width = vision_hidden_size * config.merge_size**2
+        norm = [nn.LayerNorm(width)] if config.layer_norm else []
+        self.layers = nn.Sequential(*norm, *linear_layers(config.depth, width, language_hidden_size))
 
     def num_tokens(self, num_patches: int) -> int:
         if self.merge_size == 1:
@@ -45,10 +45,19 @@ class MLPProjector(Projector):
         return tokens_NQDl
 
 
+def linear_layers(depth: int, width: int, new_width: int, activation: type[nn.Module] = nn.GELU) -> nn.Sequential:
+    """`depth` linear layers with activations between; the first one changes the width."""
+    layers: list[nn.Module] = [nn.Linear(width, new_width)]
+    for _ in range(depth - 1):
+        layers += [activation(), nn.Linear(new_width, new_width)]
+    return nn.Sequential(*layers)
+
+
 def merge_patches(features_NPD: Tensor, size: int) -> Tensor:
     """Squares of `size` x `size` patches, row by row, side by side in one token: (N, P / size^2, D * size^2).
 
-    Source: pixel unshuffle (https://arxiv.org/abs/1609.05158), as in InternVL (https://arxiv.org/abs/2404.16821).
+    Source: pixel unshuffle (https://arxiv.org/abs/1609.05158); the order within a token is that of transformers'
+    `pixel_shuffle` in InternVL (https://arxiv.org/abs/2404.16821) and in Idefics3.
     """
     if size == 1:  # any number of tokens, class tokens among them
         return features_NPD

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lavis_ds.config.schema import ModelConfig
 from lavis_ds.errors import CheckpointError, ConfigError
-from lavis_ds.models.adapters import ADAPTER, adapted_layers, merge_adapters
+from lavis_ds.models.adapters import ADAPTER, adapted_layers
 from lavis_ds.models.base import Model
 from lavis_ds.models.configs import AdaptedConfig
 from lavis_ds.runners.export.stored import Stored
@@ -69,13 +69,14 @@ def save_adapter(model: Model, tensors: Mapping[str, Stored], target: Target, fo
     Raises:
         ConfigError: they can't be one PEFT adapter.
     """
-    names = _names_in(target)
-    layers = [(names[name], layer) for name, layer in _outermost(model)]
-    config, skeleton = _peft_config(layers), target.skeleton()
+    names, layers = _names_in(target), dict(_outermost(model))
+    if any(isinstance(layer, ParamWrapper) for layer in layers.values()):
+        raise _no_single_adapter("adapters of experts (`target_parameters`)")
+    config, skeleton = _peft_config({names[name]: layer for name, layer in layers.items()}), target.skeleton()
     peft.inject_adapter_in_model(config, skeleton, ADAPTER)
     state = {
         f"{names[name]}.{key.removeprefix(f'{name}.')}": tensors[key].read().to(dtype).contiguous()
-        for name, _ in _outermost(model)
+        for name in layers
         for key in tensors
         if key.startswith(f"{name}.") and ".base_layer." not in key.removeprefix(name)
     }
@@ -126,12 +127,13 @@ def _base(layer: _Layer, key: str) -> Callable[[], Tensor]:
 def _merged(layer: _Layer, key: str) -> Callable[[], Tensor]:
     def read() -> Tensor:
         """PEFT's own merge, in float32, of this layer alone."""
-        holder = nn.ModuleDict({"layer": copy.deepcopy(layer.module)})
-        prefix = f"{layer.name}."
+        module, prefix = copy.deepcopy(layer.module), f"{layer.name}."
         own = {name.removeprefix(prefix): t for name, t in layer.tensors.items() if name.startswith(prefix)}
-        holder["layer"].load_state_dict({name: t.read().float() for name, t in own.items()}, assign=True)
-        merge_adapters(holder)
-        tensor: Tensor = holder["layer"].state_dict()[key].detach()
+        module.load_state_dict({name: t.read().float() for name, t in own.items()}, assign=True)
+        while isinstance(module, BaseTunerLayer):
+            module.merge(safe_merge=True)
+            module = module.base_layer
+        tensor: Tensor = module.state_dict()[key].detach()
         return tensor
 
     return read
@@ -155,15 +157,13 @@ def _names_in(target: Target) -> dict[str, str]:
     }
 
 
-def _peft_config(layers: list[tuple[str, Any]]) -> Any:
+def _peft_config(layers: Mapping[str, Any]) -> Any:
     """One configuration of all layers, each with its rank and scale."""
-    if any(isinstance(layer, ParamWrapper) for _, layer in layers):
-        raise _no_single_adapter("adapters of experts (`target_parameters`)")
-    kinds = {(layer.use_dora[ADAPTER], layer.use_rslora[ADAPTER]) for _, layer in layers}
+    kinds = {(layer.use_dora[ADAPTER], layer.use_rslora[ADAPTER]) for layer in layers.values()}
     if len(kinds) > 1:
         raise _no_single_adapter("parts with different use_dora or use_rslora")
-    ranks = {name: layer.r[ADAPTER] for name, layer in layers}
-    alphas = {name: layer.lora_alpha[ADAPTER] for name, layer in layers}
+    ranks = {name: layer.r[ADAPTER] for name, layer in layers.items()}
+    alphas = {name: layer.lora_alpha[ADAPTER] for name, layer in layers.items()}
     use_dora, use_rslora = kinds.pop()
     return peft.LoraConfig(
         r=next(iter(ranks.values())),

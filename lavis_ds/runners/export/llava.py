@@ -26,8 +26,8 @@ from lavis_ds.runners.export.target import Piece, Target, cannot_express, consta
 
 _NAME = "LlavaForConditionalGeneration"
 _TOWER, _PROJECTOR = "model.vision_tower", "model.multi_modal_projector"
-_NORMED_OUTPUT = {"siglip": "post_layernorm", "dinov2": "layernorm", "dinov3": "norm", "vit": "layernorm"}
-"""Final layer norm of the families that apply it to all tokens, by the beginning of model_type."""
+_NORMED_OUTPUT = {"siglip_vision_model": "post_layernorm", "vit": "layernorm"}
+"""Final layer norm of the families that apply it to all tokens, and can count its output as their last hidden state."""
 
 
 def target(model: Vlm) -> Target:
@@ -47,7 +47,7 @@ def target(model: Vlm) -> Target:
         vision_config=_vision_config(vision),
         text_config=text,
         image_token_index=image_token_id,
-        image_seq_length=model.tokens_per_image,
+        image_seq_length=int(model.tokens_per_image),
         vision_feature_layer=-1 if vision.tower.config.num_hidden_layers else 0,
         vision_feature_select_strategy=strategy,
         projector_hidden_act="gelu",
@@ -152,9 +152,8 @@ def _norm_name(vision: HFVision) -> str | None:
     if not list(vision.norm.parameters()):
         return None
     kind = str(vision.tower.config.model_type)
-    for family, name in _NORMED_OUTPUT.items():
-        if kind.startswith(family):
-            return name
+    if kind in _NORMED_OUTPUT:
+        return _NORMED_OUTPUT[kind]
     raise cannot_express(
         _NAME,
         f"it does not apply the final layer norm of a {kind} to patches",

@@ -84,9 +84,8 @@ def questions(config: RootConfig, entry: str, model: Model, target: Target, fold
         if is_chat:  # up to where the answer begins, as a user would ask
             data = build.encoded(config, {entry: [conversation]}, context, training=False, prompts=True)
         batch = build.collator(model, data)([[data[SampleKey(0, 0, epoch=0, position=0)]]])
-        yield Question(
-            name, batch, shown, _messages(shown) if is_chat else None, (target.image_text if shown else "") + _ANSWER
-        )
+        text = f"{target.image_text if shown else ''}{_ANSWER}{target.tokenizer.eos_token}"
+        yield Question(name, batch, shown, _messages(shown) if is_chat else None, text)
 
 
 def _messages(picture: Path | None) -> list[dict[str, Any]]:

@@ -74,6 +74,7 @@ class Writer:
             content = {name: tensor for saved in shard for name, tensor in self._made(saved.name)}
             save_file(content, folder / file, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(content, file)
+            content.clear()  # before the next is made
         if len(shards) > 1:
             index = {"metadata": {"total_size": self.num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

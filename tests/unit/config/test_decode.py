@@ -104,7 +104,7 @@ def test_nearest_name_of_a_tasks_options() -> None:
 
 def test_nothing_near_lists_the_known_keys() -> None:
     assert findings(with_value("model.projector.zzz", 1)) == [
-        "model.projector.zzz: there is no such key. Known keys: name, depth, merge_size."
+        "model.projector.zzz: there is no such key. Known keys: name, depth, merge_size, layer_norm."
     ]
 
 

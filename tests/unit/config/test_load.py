@@ -56,7 +56,7 @@ def small(tree: Tree, defaults: Path) -> Tree:
 def test_defaults_alone(write: Write, small: Tree) -> None:
     config = dumped(write, small)
     assert config["model"]["max_txt_len"] == 100
-    assert config["model"]["projector"] == {"name": "mlp", "depth": 3, "merge_size": 2}
+    assert config["model"]["projector"] == {"name": "mlp", "depth": 3, "merge_size": 2, "layer_norm": False}
     assert config["datasets"]["talk"]["image_root"] == "/pictures"
     assert config["datasets"]["talk"]["vis_processor"]["train"]["min_scale"] == 0.9
 
@@ -67,7 +67,7 @@ def test_later_layers_win_key_by_key(write: Write, small: Tree) -> None:
     config = dumped(write, small, "model.max_txt_len=300", "datasets.talk.vis_processor.train.image_size=32")
     assert config["model"]["max_txt_len"] == 300  # default 100, file 200
     assert (config["model"]["vision"]["image_size"], config["model"]["vision"]["drop_path_rate"]) == (128, 0.1)
-    assert config["model"]["projector"] == {"name": "mlp", "depth": 4, "merge_size": 2}
+    assert config["model"]["projector"] == {"name": "mlp", "depth": 4, "merge_size": 2, "layer_norm": False}
     train = config["datasets"]["talk"]["vis_processor"]["train"]
     assert (train["image_size"], train["min_scale"]) == (32, 0.8)
 
@@ -81,7 +81,7 @@ def test_component_of_another_name_replaces_the_default_as_a_whole(value: Any, w
 @pytest.mark.parametrize("value", ["mlp", {"name": "mlp"}, {}])
 def test_component_of_the_same_name_keeps_the_default(value: Any, write: Write, small: Tree) -> None:
     small["model"]["projector"] = value
-    assert dumped(write, small)["model"]["projector"] == {"name": "mlp", "depth": 3, "merge_size": 2}
+    assert dumped(write, small)["model"]["projector"] == {"name": "mlp", "depth": 3, "merge_size": 2, "layer_norm": False}
 
 
 def test_one_processor_for_both_replaces_a_default_pair(write: Write, small: Tree) -> None:

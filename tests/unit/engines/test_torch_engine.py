@@ -159,15 +159,36 @@ def test_saved_and_loaded_it_goes_on_exactly(tmp_path: Path) -> None:
     with torch.no_grad():
         for p in second.module.parameters():
             p.add_(1)
-    second.load(tmp_path)
+    weights = {name: tensor.detach().clone() for name, tensor in first.full_tensors()}
+    assert second.load(tmp_path, weights) == []
     assert train(second, range(2, 5)) == norms[2:]
     for a, b in zip(second.module.parameters(), whole.module.parameters(), strict=True):
         assert torch.equal(a, b)
 
 
-def test_loading_what_another_engine_wrote(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"no state of the torch engine.*deepspeed"):
-        engine().load(tmp_path)
+def test_what_did_not_train_before_starts_anew(tmp_path: Path) -> None:
+    model = Model()
+    model.vision.requires_grad_(False)
+    first = engine(model)
+    train(first, range(2))
+    first.save(tmp_path)
+    weights = {name: tensor.detach().clone() for name, tensor in first.full_tensors()}
+    second = engine()
+    assert second.load(tmp_path, weights) == ["vision.weight", "vision.bias"]
+    moments = [second._optimizer.state[p] for p in second.module.parameters()]
+    assert [float(state["step"]) for state in moments] == [0, 0, 2, 2]
+    assert [bool(state["exp_avg"].any()) for state in moments] == [False, False, True, True]
+
+
+def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path: Path) -> None:
+    first = engine()
+    train(first, range(2))
+    first.save(tmp_path)
+    weights = {name: tensor.detach().clone() for name, tensor in first.full_tensors()}
+    with pytest.raises(CheckpointError, match=r"lacks a tensor.*vision\.bias"):
+        engine().load(tmp_path, {name: w for name, w in weights.items() if name != "vision.bias"})
+    with pytest.raises(CheckpointError, match=r"vision\.bias had another shape"):
+        engine().load(tmp_path, {**weights, "vision.bias": torch.zeros(9)})
 
 
 def test_full_tensors_are_parameters_and_persistent_buffers() -> None:

@@ -15,6 +15,7 @@ from lavis_ds.batch import IGNORE_INDEX, Batch, DatasetCounts
 from lavis_ds.config.decode import decode
 from lavis_ds.models.configs import VlmConfig
 from lavis_ds.models.vlm import Vlm
+from tests.parity import Parity
 
 torch.set_num_threads(1)
 
@@ -51,6 +52,11 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> None:
     """A hub id fails at once instead of after half a minute of retries."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def parity(record_property: Callable[[str, object], None]) -> Parity:
+    return Parity(record_property)
 
 
 @pytest.fixture(scope="session")

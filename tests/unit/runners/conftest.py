@@ -84,12 +84,12 @@ def make_runner(process: None, tiny_run: TinyRun, tmp_path: Path) -> Callable[..
 def make_checkpoint() -> Callable[..., Path]:
     """Write a complete checkpoint of a few bytes."""
 
-    def make(folder: Path, step: int, keep_last: int = 9) -> Path:
+    def make(folder: Path, step: int, keep_last: int = 9, **keep: int) -> Path:
         final = checkpoint_files.step_folder(folder, step)
         partial = checkpoint_files.begin(final)
-        (partial / "engine" / "shard.pt").write_bytes(b"x" * 100)
+        (partial / "optimizer" / "shard.pt").write_bytes(b"x" * 100)
         (partial / "train_state.json").write_text("{}")
-        checkpoint_files.finish(partial, final, {"engine": "torch"}, {}, keep_last)
+        checkpoint_files.finish(partial, final, {"engine": "torch"}, {}, checkpoint_files.Keep(keep_last, **keep))
         return final
 
     return make

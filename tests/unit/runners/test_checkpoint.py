@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lavis_ds.errors import CheckpointError
 from lavis_ds.runners import checkpoint
-from lavis_ds.runners.checkpoint_files import complete_ones, find
+from lavis_ds.runners.checkpoint_files import Keep, complete_ones, find
 from lavis_ds.runners.state import TrainState
 
 
@@ -22,13 +22,16 @@ class Engine:
 
     def __init__(self, value: float = 1.0, **layout: Any) -> None:
         self.value = torch.tensor([value])
+        self.fresh: list[str] = []
         self.layout = {"engine": "torch", "precision": "bf16", "data_parallel_size": 1, **layout}
 
     def save(self, folder: Path) -> None:
         torch.save(self.value, folder / "value.pt")
 
-    def load(self, folder: Path) -> None:
+    def load(self, folder: Path, weights: Mapping[str, Tensor]) -> list[str]:
         self.value = torch.load(folder / "value.pt", weights_only=True)
+        assert torch.equal(weights["value"], self.value)
+        return self.fresh
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield "value", self.value
@@ -42,7 +45,7 @@ def state(step: int = 0) -> TrainState:
 
 
 def save(folder: Path, engine: Any, step: int) -> Path:
-    return checkpoint.save(folder, engine, state(step), "run: {}\n", keep_last=2)
+    return checkpoint.save(folder, engine, state(step), "run: {}\n", Keep(2))
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
@@ -75,26 +78,35 @@ def test_a_rank_that_was_not_there_keeps_its_own_random_state(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("saved", "current", "key"),
+    ("saved", "current", "change"),
     [
-        ({}, {"engine": "deepspeed"}, "engine"),
-        ({}, {"precision": "fp32"}, "precision"),
-        ({"engine": "deepspeed", "zero_stage": 2}, {"engine": "deepspeed", "zero_stage": 3}, "zero_stage"),
-        ({"engine": "deepspeed"}, {"engine": "deepspeed", "data_parallel_size": 2}, "data_parallel_size"),
+        ({}, {"engine": "deepspeed"}, "engine torch -> deepspeed"),
+        ({}, {"precision": "fp32"}, "precision bf16 -> fp32"),
+        ({}, {"zero_stage": 3}, "zero_stage none -> 3"),
+        ({"data_parallel_size": 4}, {"data_parallel_size": 2}, "data_parallel_size 4 -> 2"),
     ],
 )
-def test_another_layout_is_refused(saved: Any, current: Any, key: str, tmp_path: Path) -> None:
+def test_another_layout_is_told(saved: Any, current: Any, change: str, tmp_path: Path) -> None:
     path = save(tmp_path, Engine(5.0, **saved), 4)
-    engine, restored = Engine(0.0, **current), state()
-    with pytest.raises(CheckpointError, match=f"another layout.*Given: .*{key}=.*Expected: .*{key}="):
-        checkpoint.load(path, engine, restored)  # type: ignore[arg-type]
-    assert (float(engine.value), restored.step) == (0.0, 0)
-
-
-def test_the_plain_engine_may_change_its_number_of_ranks(tmp_path: Path) -> None:
-    engine = Engine(0.0, data_parallel_size=2)
-    checkpoint.load(save(tmp_path, Engine(5.0), 4), engine, state())  # type: ignore[arg-type]
+    engine = Engine(0.0, **current)
+    (line,) = checkpoint.load(path, engine, state()).notices  # type: ignore[arg-type]
+    assert line == f"step_00000004 was made with another layout and goes on in this one: {change}."
     assert float(engine.value) == 5.0
+    assert checkpoint.load(path, Engine(**saved), state()).notices == []  # type: ignore[arg-type]
+
+
+def test_parameters_that_did_not_train_are_named(tmp_path: Path) -> None:
+    path, engine = save(tmp_path, Engine(), 4), Engine()
+    engine.fresh = ["d", "c", "b", "a"]
+    (line,) = checkpoint.load(path, engine, state()).notices  # type: ignore[arg-type]
+    assert line == "4 parameters did not train before; their moments start anew: a, b, c, ...."
+
+
+def test_a_stream_can_not_be_shared_out_anew(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, Engine(), state(4), "", Keep(2), {"lanes": {}})  # type: ignore[arg-type]
+    assert checkpoint.load(path, Engine(), state()).data_state == {"lanes": {}}  # type: ignore[arg-type]
+    with pytest.raises(CheckpointError, match=r"stream.*Given: 2 ranks.*Expected: 1.*data index"):
+        checkpoint.load(path, Engine(data_parallel_size=2), state())  # type: ignore[arg-type]
 
 
 def test_other_data_are_refused_before_the_engine_changes(tmp_path: Path) -> None:
@@ -119,11 +131,11 @@ def kill(*_: Any, **__: Any) -> Any:
         lambda m: m.setattr(Engine, "save", kill),
         lambda m: m.setattr(Engine, "full_tensors", kill),
         lambda m: m.setattr(torch, "save", kill),
-        lambda m: m.setattr(checkpoint.distributed, "barrier", kill),
+        lambda m: m.setattr(checkpoint.distributed, "gather_objects", kill),
         lambda m: m.setattr(TrainState, "save", kill),
         lambda m: m.setattr(checkpoint.checkpoint_files, "finish", kill),
     ],
-    ids=["engine", "weights", "random state", "barrier", "train state", "finish"],
+    ids=["engine", "weights", "random state", "checksums", "train state", "finish"],
 )
 def test_killed_while_saving_the_one_before_is_the_newest(
     place: Callable[[pytest.MonkeyPatch], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -137,4 +149,4 @@ def test_killed_while_saving_the_one_before_is_the_newest(
     assert find(tmp_path) == (before, [])
     after = save(tmp_path, Engine(3.0), 8)  # what was left there does not stand in the way
     assert find(tmp_path) == (after, [])
-    assert {p.name for p in (after / "engine").iterdir()} == {"value.pt"}
+    assert {p.name for p in (after / "optimizer").iterdir()} == {"value.pt"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 
 from lavis_ds.errors import CheckpointError
 from lavis_ds.runners import checkpoint_files
-from lavis_ds.runners.checkpoint_files import begin, complete_ones, find, finish, step_folder, verify
+from lavis_ds.runners.checkpoint_files import Keep, begin, changed, complete_ones, find, finish, step_folder, verify
 
 Make = Callable[..., Path]
 
@@ -26,7 +27,10 @@ def test_finished_checkpoint_is_complete_and_latest(tmp_path: Path, make_checkpo
     assert path == tmp_path / "step_00000004"
     assert (tmp_path / "latest").read_text() == "step_00000004\n"
     manifest = verify(path)
-    assert manifest["files"] == {"engine/shard.pt": 100, "train_state.json": 2}
+    assert manifest["files"] == {
+        "optimizer/shard.pt": {"bytes": 100, "crc32": zlib.crc32(b"x" * 100)},
+        "train_state.json": {"bytes": 2, "crc32": zlib.crc32(b"{}")},
+    }
     assert manifest["layout"] == {"engine": "torch"}
     assert find(tmp_path) == (path, [])
 
@@ -41,9 +45,9 @@ def test_begun_checkpoint_is_none_yet(tmp_path: Path, make_checkpoint: Make) -> 
 
 
 def test_begin_clears_what_a_dead_run_left(tmp_path: Path) -> None:
-    (begin(step_folder(tmp_path, 4)) / "engine" / "old_shard.pt").write_text("old")
+    (begin(step_folder(tmp_path, 4)) / "optimizer" / "old_shard.pt").write_text("old")
     partial = begin(step_folder(tmp_path, 4))
-    assert sorted(p.name for p in partial.rglob("*")) == ["engine", "rng"]
+    assert sorted(p.name for p in partial.rglob("*")) == ["optimizer", "rng"]
 
 
 def test_the_last_ones_are_kept(tmp_path: Path, make_checkpoint: Make) -> None:
@@ -85,11 +89,11 @@ def unfinished(path: Path) -> None:
 
 
 def truncated(path: Path) -> None:
-    (path / "engine" / "shard.pt").write_bytes(b"x" * 99)
+    (path / "optimizer" / "shard.pt").write_bytes(b"x" * 99)
 
 
 def without_a_file(path: Path) -> None:
-    (path / "engine" / "shard.pt").unlink()
+    (path / "optimizer" / "shard.pt").unlink()
 
 
 def without_manifest(path: Path) -> None:
@@ -108,7 +112,7 @@ def with_another_manifest(path: Path) -> None:
     ("damage", "reason"),
     [
         (unfinished, r"step_00000008: this checkpoint was not finished"),
-        (truncated, r"step_00000008/engine/shard\.pt: a file has changed.*Given: 99 bytes\. Expected: 100 bytes"),
+        (truncated, r"step_00000008/optimizer/shard\.pt: a file has changed.*Given: 99 bytes\. Expected: 100 bytes"),
         (without_a_file, r"shard\.pt: a file is missing"),
         (without_manifest, r"step_00000008: the manifest can't be read"),
         (with_a_half_manifest, r"step_00000008: the manifest can't be read"),
@@ -130,7 +134,7 @@ def test_the_message_names_the_complete_ones_beside_it(tmp_path: Path, make_chec
     with pytest.raises(CheckpointError, match=r"no such checkpoint folder\. Complete ones beside it: step_00000004\."):
         verify(tmp_path / "step_00000005")
     with pytest.raises(CheckpointError, match="no complete checkpoint beside it"):
-        verify(tmp_path / "step_00000004" / "engine")
+        verify(tmp_path / "step_00000004" / "optimizer")
 
 
 def test_nothing_is_found_where_nothing_is(tmp_path: Path) -> None:
@@ -180,7 +184,7 @@ def test_killed_at_any_moment_there_is_a_whole_checkpoint(
         with monkeypatch.context() as patch:
             log = dies_at(operation, patch)
             try:
-                finish(partial, step_folder(folder, 8), {}, {}, keep_last=2)
+                finish(partial, step_folder(folder, 8), {}, {}, Keep(2))
             except Killed:
                 pass
             else:
@@ -196,3 +200,35 @@ def test_killed_at_any_moment_there_is_a_whole_checkpoint(
     else:
         pytest.fail("never came to an end")
     assert names(folder) == ["step_00000006", "step_00000008"]
+
+
+def test_another_format_is_refused(make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, 4)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 1}))
+    with pytest.raises(CheckpointError, match=r"another version.*format 1.*model\.pretrained"):
+        verify(path)
+
+
+def test_every_nth_and_the_best_are_kept(make_checkpoint: Make, tmp_path: Path) -> None:
+    for step in range(1, 9):
+        make_checkpoint(tmp_path, step, keep_last=2, every=3, best_step=4)
+    assert names(tmp_path) == [f"step_{step:08d}" for step in (3, 4, 6, 7, 8)]
+    make_checkpoint(tmp_path, 9, keep_last=2, every=3, best_step=9)  # the best is another one now
+    assert names(tmp_path) == [f"step_{step:08d}" for step in (3, 6, 8, 9)]
+
+
+def test_a_flipped_bit_is_found_by_reading(make_checkpoint: Make, tmp_path: Path) -> None:
+    path = make_checkpoint(tmp_path, 4)
+    manifest = verify(path)
+    assert changed(path, manifest, manifest["files"]) == []
+    shard = path / "optimizer" / "shard.pt"
+    shard.write_bytes(b"x" * 50 + b"y" + b"x" * 49)
+    assert verify(path) == manifest, "sizes alone do not tell"
+    assert changed(path, manifest, manifest["files"]) == ["optimizer/shard.pt"]
+
+
+def test_older_ones_are_found(make_checkpoint: Make, tmp_path: Path) -> None:
+    paths = [make_checkpoint(tmp_path, step) for step in (2, 4, 6)]
+    assert find(tmp_path, before=paths[2]) == (paths[1], [])
+    assert find(tmp_path, before=paths[0]) == (None, [])

@@ -53,7 +53,7 @@ def make_run(output: Path, make_checkpoint: Make) -> Callable[..., Path]:
 
 
 def truncate(checkpoint: Path) -> None:
-    (checkpoint / "engine" / "shard.pt").write_bytes(b"")
+    (checkpoint / "optimizer" / "shard.pt").write_bytes(b"")
 
 
 # Without --resume
@@ -178,7 +178,7 @@ def test_a_damaged_newest_one_is_passed_over_and_named(output: Path, make_run: M
     chosen = job.resolve(config(output), job_id=None, resume=str(folder))
     assert chosen.resume_from == folder / "checkpoints" / "step_00000004"
     assert len(chosen.notices) == 1
-    assert re.search(r"passed over: .*step_00000008/engine/shard\.pt", chosen.notices[0])
+    assert re.search(r"passed over: .*step_00000008/optimizer/shard\.pt", chosen.notices[0])
 
 
 def test_a_damaged_one_that_is_named_itself_is_refused(output: Path, make_run: Make) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,11 @@ import yaml
 from lavis_ds import registry
 from lavis_ds.cli import main
 from lavis_ds.config.load import load
-from lavis_ds.errors import NonFiniteError
+from lavis_ds.errors import ConfigError, NonFiniteError
 from lavis_ds.models.vlm import Vlm
 from lavis_ds.optim.schedules import cosine
 from lavis_ds.runners import build
+from lavis_ds.runners import train as train_module
 from lavis_ds.runners.checkpoint_files import complete_ones, verify
 from lavis_ds.runners.state import TrainState
 from lavis_ds.runners.train import TrainRunner, _is_due
@@ -106,9 +109,12 @@ def test_the_saved_configuration_is_the_runs(tiny_run: TinyRun) -> None:
 def test_a_checkpoint_holds_what_it_should(tiny_run: TinyRun) -> None:
     path = tiny_run.folder / "checkpoints" / "step_00000006"
     manifest = verify(path)
-    assert {"engine/torch_engine.pt", "weights/model.safetensors", "rng/rank_00000.pt", "train_state.json"} <= set(
-        manifest["files"]
-    )
+    assert {
+        "optimizer/rank_00000_00000.safetensors",
+        "weights/model.safetensors",
+        "rng/rank_00000.pt",
+        "train_state.json",
+    } <= set(manifest["files"])
     assert manifest["layout"] == {"engine": "torch", "data_parallel_size": 1, "precision": "fp32"}
     state = TrainState()
     state.__dict__.update(json.loads((path / "train_state.json").read_text()))
@@ -131,12 +137,12 @@ def test_stopped_and_resumed_it_is_the_same_run(tiny_run: TinyRun, tmp_path: Pat
     assert (run / "eval" / name).read_text() == (tiny_run.folder / "eval" / name).read_text()
 
 
-def test_resuming_with_another_precision_is_refused(
-    tiny_run: TinyRun, tmp_path: Path, process: None, capsys: Any
-) -> None:
-    arguments = ["train", "--cfg", str(tiny_run.cfg), "--job-id", "a", "--resume", str(tiny_run.folder)]
-    assert main([*arguments, "--options", f"run.output_dir={tmp_path}", "run.precision=bf16"]) == 2
-    assert "another layout than the run. Given: precision=bf16. Expected: precision=fp32." in capsys.readouterr().err
+def test_resuming_with_another_precision_is_told(tiny_run: TinyRun, tmp_path: Path, process: None, capsys: Any) -> None:
+    arguments = ["train", "--cfg", str(tiny_run.cfg), "--job-id", "a", "--resume"]
+    checkpoint = str(tiny_run.folder / "checkpoints" / "step_00000003")
+    options = [f"run.output_dir={tmp_path}", "run.precision=bf16", "run.observers=[console]"]
+    assert main([*arguments, checkpoint, "--options", *options]) == 0
+    assert "another layout and goes on in this one: precision fp32 -> bf16" in capsys.readouterr().out
 
 
 def test_sigterm_saves_and_stops_at_the_step_boundary(make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,3 +256,73 @@ def test_the_command_ends_with_exit_code_1(
     assert "error: step" in error
     assert BAD in error
     assert "Traceback" not in error
+
+
+@pytest.fixture
+def copied(tiny_run: TinyRun, tmp_path: Path) -> Path:
+    """A run folder as `tiny_run` left it, with checkpoints of steps 3 and 6."""
+    shutil.copytree(tiny_run.folder, tmp_path / "a")
+    return tmp_path / "a"
+
+
+def flip_a_bit(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.usefixtures("process")
+def test_a_checkpoint_with_a_flipped_bit_is_passed_over(tiny_run: TinyRun, copied: Path, capsys: Any) -> None:
+    flip_a_bit(copied / "checkpoints" / "step_00000006" / "optimizer" / "rank_00000_00000.safetensors")
+    options = [f"run.output_dir={copied.parent}", "run.observers=[console,jsonl]"]
+    common = ["train", "--cfg", str(tiny_run.cfg), "--job-id", "a", "--resume", "auto", "--options"]
+    assert main([*common, *options]) == 0
+    shown = capsys.readouterr().out
+    assert "passed over: " in shown
+    assert "step_00000006/optimizer/rank_00000_00000.safetensors: this file no longer holds what was written" in shown
+    assert "Resumed after step 3 of 6." in shown
+    assert learned(copied) == learned(tiny_run.folder)
+    verify(copied / "checkpoints" / "step_00000006")
+
+
+@pytest.mark.usefixtures("process")
+def test_a_damaged_checkpoint_that_was_named_is_refused(tiny_run: TinyRun, copied: Path, capsys: Any) -> None:
+    path = copied / "checkpoints" / "step_00000006"
+    flip_a_bit(path / "weights" / "model.safetensors")
+    arguments = ["train", "--cfg", str(tiny_run.cfg), "--job-id", "a", "--resume", str(path)]
+    assert main([*arguments, "--options", f"run.output_dir={copied.parent}"]) == 2
+    shown = capsys.readouterr().err
+    assert "weights/model.safetensors: a file no longer holds what was written" in shown
+    assert "Resume from step_00000003." in shown
+
+
+def test_the_best_step_is_saved_and_kept(make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner(
+        "run.valid_splits=[val]", "run.eval_every=1", "run.save_every=null", "run.keep_last=1", "run.keep_best=val/loss"
+    )
+    scores = iter([3.0, 1.0, 2.0, 1.0, 4.0, 5.0])
+    evaluate = train_module.evaluate
+    monkeypatch.setattr(
+        train_module, "evaluate", lambda *a, **k: replace(evaluate(*a, **k), metrics={"loss": next(scores)})
+    )
+    assert runner.run() == 0
+    assert [p.name for p in complete_ones(runner.job.checkpoints)] == ["step_00000002", "step_00000006"]
+    state = TrainState(**json.loads((runner.job.checkpoints / "step_00000006" / "train_state.json").read_text()))
+    assert (state.best_step, state.best_value) == (2, 1.0)
+
+
+def test_an_unknown_metric_for_the_best_is_named(make_runner: MakeRunner) -> None:
+    runner = make_runner("run.valid_splits=[val]", "run.eval_every=1", "run.keep_best=val/acuracy")
+    with pytest.raises(ConfigError, match=r"no such metric.*val/acuracy.*val/loss, val/token_accuracy"):
+        runner.run()
+
+
+def test_saving_by_the_clock(make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner("run.save_every=null", "run.save_every_minutes=1", "run.keep_last=9")
+    clock = iter(range(0, 10_000, 25))
+    monkeypatch.setattr(train_module.time, "monotonic", lambda: next(clock))
+    runner.saved_s = 0
+    assert runner.run() == 0
+    steps = [int(p.name[-2:]) for p in complete_ones(runner.job.checkpoints)]
+    assert 1 < len(steps) < 6
+    assert steps[-1] == 6

@@ -79,7 +79,6 @@ def zero2(tmp_path: Path) -> Path:
     return folder
 
 
-
 def same(a: MiniGPT4Qwen, b: MiniGPT4Qwen, convert: Callable[[Tensor], Any] = lambda tensor: tensor) -> bool:
     pairs = zip(a.state_dict().values(), b.state_dict().values(), strict=True)
     return all(torch.equal(x, convert(y)) for x, y in pairs)

@@ -136,7 +136,7 @@ def test_logits_equal_the_original(folder: Path) -> None:
     assert model.lm.config.max_position_embeddings == 128
     ids = torch.randint(0, IDS, (2, 40))
     hidden = model(model.embed(ids), torch.arange(40).expand(2, -1))
-    torch.testing.assert_close(model.logits(hidden), reference(weights(), ids), atol=1e-5, rtol=1e-5)  # measured 3e-6
+    torch.testing.assert_close(model.logits(hidden), reference(weights(), ids), atol=1e-5, rtol=1e-5)  # measured 5e-6
 
 
 def test_weights_in_bin_files(folder: Path) -> None:
@@ -146,7 +146,7 @@ def test_weights_in_bin_files(folder: Path) -> None:
     ids = torch.randint(0, IDS, (1, 8))
     model = make(folder)
     logits = model.logits(model(model.embed(ids), torch.arange(8)[None]))
-    torch.testing.assert_close(logits, reference(weights(), ids), atol=1e-5, rtol=1e-5)  # measured 2e-6
+    torch.testing.assert_close(logits, reference(weights(), ids), atol=1e-5, rtol=1e-5)  # measured 4e-6
 
 
 def test_one_tensor_at_a_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.integrations import moe as integration
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from lavis_ds.batch import PADDING_SEGMENT, SEGMENT_STRIDE, Batch
@@ -17,6 +18,7 @@ from lavis_ds.config.schema import RunConfig
 from lavis_ds.errors import ConfigError
 from lavis_ds.models.configs import VlmConfig
 from lavis_ds.models.moe.load import Load
+from lavis_ds.models.moe.losses import routing_sums
 from lavis_ds.models.moe.routers import SUPPORTED
 from lavis_ds.models.skeleton import skeleton
 from lavis_ds.models.vlm import Vlm
@@ -100,7 +102,7 @@ def test_loss_and_router_gradient_equal_transformers(family: str, make: Make, ma
     assert (total - alone) / scale == pytest.approx(expected.item(), abs=2e-6)  # measured 6e-7: `total` is about 40
     assert load(model).balance_loss == pytest.approx(expected.item(), abs=1e-6)  # measured 2e-7
     plain.zero_grad()
-    (scale * expected).backward()
+    torch.autograd.backward(scale * expected)
     wanted = gates({name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
     assert len(wanted) == LAYERS
     for both, token, balance in zip(gates(with_it), gates(without), wanted, strict=True):
@@ -186,19 +188,44 @@ def pack(batch: Batch, length: int) -> Batch:
     )
 
 
+def test_scope_global_counts_what_the_step_has_seen(make: Make, make_batch: Callable[..., Batch]) -> None:
+    """On one rank: each micro-batch has its own probabilities, and loads of all micro-batches so far."""
+    moe = {"balance_loss": 0.5, "balance_scope": "global"}
+    model, plain = make(moe), make()
+    batches = [make_batch(4, (12, 9), seed=0), make_batch(4, (7, 14), seed=1), make_batch(4, (5, 6), seed=2)]
+    for _ in range(2):  # the second step knows nothing of the first
+        counts, tokens = torch.zeros(LAYERS, EXPERTS), 0
+        for batch in batches:
+            assert plain.balancer is not None
+            with plain.balancer.recording() as choices:
+                alone = plain._outputs(plain.hidden_states(batch), batch)[0].item()
+            sums = routing_sums([choices[row] for row in range(LAYERS)], batch.attention_mask.flatten())
+            counts, tokens = counts + sums.counts, tokens + batch.num_tokens
+            expected = EXPERTS * (counts / tokens * sums.probs / batch.num_tokens).sum(-1).mean().item()
+            added = (model(batch)[0].item() - alone) / (0.5 * batch.target_weight)
+            assert added == pytest.approx(expected, abs=5e-6)  # measured 6e-7
+        assert torch.equal(load(model).counts, counts.double())
+
+
 def test_empty_rows_change_nothing(make: Make, make_batch: Callable[..., Batch]) -> None:
     batch = make_batch(4, images=0)
-    empty = {
+    empty: dict[str, Any] = {
         "input_ids": torch.zeros(2, batch.shape[1], dtype=torch.long),
         "labels": torch.full((2, batch.shape[1]), -100),
         "position_ids": batch.position_ids,
         "attention_mask": torch.zeros(2, batch.shape[1], dtype=torch.bool),
     }
-    longer = dataclasses.replace(batch, **{k: torch.cat([getattr(batch, k), rows]) for k, rows in empty.items()})
+    joined: dict[str, Any] = {k: torch.cat([getattr(batch, k), rows]) for k, rows in empty.items()}
+    longer = dataclasses.replace(batch, **joined)
     models = make({"balance_loss": 1.0}), make({"balance_loss": 1.0})
     one, two = step(models[0], batch)[0], step(models[1], longer)[0]
     assert one == pytest.approx(two, abs=1e-5)  # measured 0
     assert torch.equal(load(models[0]).counts, load(models[1]).counts)
+
+
+def second_router(model: Vlm) -> Any:
+    lm: Any = model.language.lm
+    return lm.model.layers[1].mlp.gate
 
 
 def test_a_bias_moves_choices_but_not_weights(make: Make) -> None:
@@ -206,10 +233,10 @@ def test_a_bias_moves_choices_but_not_weights(make: Make) -> None:
     for family in FAMILIES:
         model = make({"aux_free_rate": 0.1}, family=family)
         assert model.balancer is not None
-        router: Any = model.language.lm.model.layers[1].mlp.gate
+        router = second_router(model)
         hidden = torch.randn(7, 32)
         logits, weights, experts = router(hidden)
-        plain: Any = make(family=family).language.lm.model.layers[1].mlp.gate(hidden)
+        plain = second_router(make(family=family))(hidden)
         for ours, theirs in zip((logits, weights, experts), plain, strict=True):
             torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-6)  # measured 0
         assert model.balancer.selection_bias is not None
@@ -320,7 +347,7 @@ DEEPSEEK = {
 def test_refusals(make: Make, make_vlm: Callable[..., Vlm]) -> None:
     with pytest.raises(ConfigError, match="has no experts"):
         make_vlm(moe={"balance_loss": 0.1})
-    with pytest.raises(ConfigError, match="routers of a deepseek_v3 are not supported"):
+    with pytest.raises(ConfigError, match=r"routers of this kind \(DeepseekV3\w+\) are not supported"):
         make({"balance_loss": 0.1}, family="deepseek_v3", config=DEEPSEEK)
     assert make(family="deepseek_v3", config=DEEPSEEK).balancer is None  # nothing was asked for
     with pytest.raises(ConfigError, match="frozen"):
@@ -344,6 +371,19 @@ def test_what_the_configuration_asks_for_counts_unless_said_otherwise(make: Make
         make(family="ernie4_5_moe", config={**SHAPE, "output_router_logits": True, "moe_num_experts": 4})
 
 
+def test_what_balances_is_said(make: Make) -> None:
+    moe = {"balance_loss": 0.1, "z_loss": 0.01, "aux_free_rate": 0.001, "balance_scope": "global"}
+    said = "balance loss 0.1 (global, by layer), z-loss 0.01, bias in steps of 0.001"
+    assert make(moe).describe()["balance of experts"] == said
+    assert make().describe()["balance of experts"] == "nothing balances them"
+
+
+def test_a_token_costs_the_experts_it_visits(make: Make) -> None:
+    few, many = make(config={"num_experts": 4}), make(config={"num_experts": 8})
+    routers = 2 * 3 * LAYERS * 4 * 32  # passes, forward and two backward products; layers; four rows more
+    assert many.work().per_token - few.work().per_token == pytest.approx(routers)
+
+
 def test_a_copy_is_on_its_own(make: Make, make_batch: Callable[..., Batch]) -> None:
     model = make({"aux_free_rate": 0.01, "balance_loss": 0.1})
     twin = copy.deepcopy(model)
@@ -365,12 +405,14 @@ def test_skeleton(make: Make, vlm_tree: Callable[..., dict[str, Any]], tokenizer
 def test_grouped_experts_equal_the_loop(
     family: str, way: str, make: Make, make_batch: Callable[..., Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls = []
-    module = "transformers.integrations.moe._grouped_mm"
-    import transformers.integrations.moe as integration
+    calls: list[str] = []
+    original: Any = integration._grouped_mm
 
-    original = integration._grouped_mm
-    monkeypatch.setattr(module, lambda *args, **given: (calls.append(1), original(*args, **given))[1])
+    def counted(*args: Any, **given: Any) -> Any:
+        calls.append(family)
+        return original(*args, **given)
+
+    monkeypatch.setattr(integration, "_grouped_mm", counted)
     batch = make_batch(4)
     model, reference = make(family=family, experts=way), make(family=family, experts="eager")
     loss, gradients = step(model, batch)
@@ -394,9 +436,26 @@ def test_every_supported_router_is_in_transformers() -> None:
     families = {*FAMILIES, "qwen3_vl_moe"}  # the last is tested in test_qwen_vl.py
     assert set(SUPPORTED.values()) == families
     shape = {k: v for k, v in FAMILIES["qwen3_moe"].items() if k != "model_type"}
-    from transformers import AutoConfig
-
     for family in FAMILIES:
         config = AutoConfig.for_model(family, **{**shape, **FAMILIES[family], "vocab_size": 16})
-        made = AutoModelForCausalLM.from_config(config)
+        auto: Any = AutoModelForCausalLM
+        made = auto.from_config(config)
         assert type(made.model.layers[0].mlp.gate).__name__ in SUPPORTED
+
+
+def test_adapters_beside_balanced_experts(make: Make, make_batch: Callable[..., Batch]) -> None:
+    """The routers are frozen, what comes before them is not, so there is something for the loss to move."""
+    lora = {"r": 2, "target_modules": ["q_proj", "v_proj"]}
+    batch, by_coefficient = make_batch(4), []
+    for coefficient in (0.0, 1.0):
+        model = make({"balance_loss": coefficient}, lora=lora)
+        gradients = step(model, batch)[1]
+        assert not gates(gradients)
+        by_coefficient.append([g for name, g in gradients.items() if ".lora_B." in name])
+        assert load(model).counts.sum() == LAYERS * TOP_K * batch.num_tokens
+    without, with_it = by_coefficient
+    assert len(without) == 2 * LAYERS
+    # The last layer's adapters come before its router, too.
+    assert all((a - b).abs().max() > 1e-4 for a, b in zip(without, with_it, strict=True))
+    trained = make({"balance_loss": 0.1, "gate_lr": 1e-4}, lora={**lora, "also_train": ["*.mlp.gate.weight"]})
+    assert len(gates(step(trained, batch)[1])) == LAYERS

@@ -27,15 +27,15 @@ def loss(made: list[Choice], over: Literal["layer", "model"]) -> torch.Tensor:
     return balance_loss(sums.counts / sums.tokens, sums.probs / sums.tokens, over)
 
 
-def switch(logits: tuple[torch.Tensor, ...]) -> float:
-    found: Any = load_balancing_loss_func(logits, E, A, MASK.long())
-    return float(found.item())
+def switch(*logits: torch.Tensor) -> Any:
+    reference: Any = load_balancing_loss_func
+    return reference(logits, E, A, MASK.long())
 
 
 def test_over_the_model_equals_transformers() -> None:
     made = choices(torch.Generator().manual_seed(0))
     ours = loss(made, "model")
-    theirs: Any = load_balancing_loss_func(tuple(c.logits for c in made), E, A, MASK.long())
+    theirs = switch(*(c.logits for c in made))
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-6)  # measured 0
     ours_by_layer = torch.autograd.grad(ours, [c.logits for c in made])
     theirs_by_layer = torch.autograd.grad(theirs, [c.logits for c in made])
@@ -45,7 +45,7 @@ def test_over_the_model_equals_transformers() -> None:
 
 def test_over_layers_is_the_mean_of_each_layers_switch_loss() -> None:
     made = choices(torch.Generator().manual_seed(1))
-    by_layer = [switch((c.logits.detach(),)) for c in made]
+    by_layer = [switch(c.logits.detach()).item() for c in made]
     assert loss(made, "layer").item() == pytest.approx(sum(by_layer) / L, abs=1e-6)  # measured 8e-8
     assert loss(made, "layer").item() != pytest.approx(loss(made, "model").item(), abs=1e-3)
 

@@ -36,7 +36,8 @@ def test_loss_and_gradient_equal_transformers(tokenizer_dir: str, tmp_path: Path
     plain(batch)
     text = plain.language.decoder.config
     mask = batch.attention_mask.long()
-    expected: Any = load_balancing_loss_func(tuple(logits), text.num_experts, text.num_experts_per_tok, mask)
+    reference: Any = load_balancing_loss_func
+    expected = reference(tuple(logits), text.num_experts, text.num_experts_per_tok, mask)
     (0.5 * batch.target_weight * expected).backward()
     assert model.balancer is not None
     load = model.balancer.finish_step()

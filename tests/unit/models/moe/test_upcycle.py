@@ -38,6 +38,8 @@ DENSE: dict[str, dict[str, Any]] = {
 
 MOE = {"num_experts": 3, "top_k": 2}
 
+AUTO: Any = AutoModelForCausalLM
+
 Language = Callable[..., dict[str, Any]]
 
 
@@ -51,11 +53,15 @@ def language(tmp_path: Path, tokenizer_dir: str) -> Language:
             tokenizer = AutoTokenizer.from_pretrained(tokenizer_dir)
             config = AutoConfig.for_model(family, **DENSE[family], vocab_size=len(tokenizer), eos_token_id=2)
             torch.manual_seed(1)
-            AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+            AUTO.from_config(config).save_pretrained(folder)
             tokenizer.save_pretrained(folder)
         return {"name": "hf_causal_lm", "path": str(folder), **options}
 
     return make
+
+
+def lm_of(model: Vlm) -> Any:
+    return model.language.lm
 
 
 def logits(model: Vlm, batch: Batch) -> torch.Tensor:
@@ -75,7 +81,7 @@ def test_logits_equal_the_dense_models(
     sparse = make_vlm(language=language(family, gradient_checkpointing=True, experts="grouped"), moe=MOE)
     batch = make_batch(4)
     torch.testing.assert_close(logits(sparse, batch), logits(dense, batch), atol=1e-5, rtol=1e-5)  # measured 3e-6 of 5
-    lm: Any = sparse.language.lm  # type: ignore[union-attr]
+    lm = lm_of(sparse)
     assert lm.config.model_type == SPARSE[family]
     assert lm.model.layers[0].mlp.experts.gate_up_proj.shape == (3, 96, 32)
     assert lm.model.layers[0].gradient_checkpointing
@@ -86,10 +92,10 @@ def test_logits_equal_the_dense_models(
     assert {p.device.type for p in sparse.parameters()} | {b.device.type for b in sparse.buffers()} == {"cpu"}
     lm.save_pretrained(tmp_path / "out")  # plain transformers reads it
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == SPARSE[family]
-    again: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    again = AUTO.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
     ids = torch.arange(5, 25)[None]
     with torch.no_grad():
-        expected = AutoModelForCausalLM.from_pretrained(language(family)["path"], dtype=torch.float32)(ids).logits
+        expected = AUTO.from_pretrained(language(family)["path"], dtype=torch.float32)(ids).logits
         torch.testing.assert_close(again(ids).logits, expected, atol=1e-5, rtol=1e-5)  # measured 3e-6 of 5
 
 
@@ -98,7 +104,7 @@ def test_experts_are_separate_weights_that_train_apart(
 ) -> None:
     model = make_vlm(language=language("qwen3"), moe=MOE)
     model(make_batch(4))[0].backward()
-    experts: Any = model.language.lm.model.layers[0].mlp.experts  # type: ignore[union-attr]
+    experts = lm_of(model).model.layers[0].mlp.experts
     gradient = experts.down_proj.grad
     assert experts.down_proj[0].data_ptr() != experts.down_proj[1].data_ptr()
     assert (gradient[0] - gradient[1]).abs().max() > 1e-3
@@ -110,7 +116,7 @@ def test_every_second_layer(language: Language, make_vlm: Callable[..., Vlm], ma
     dense = make_vlm(language=options)
     torch.manual_seed(0)
     sparse = make_vlm(language=language("qwen2"), moe={**MOE, "every": 2})
-    has_experts = [hasattr(layer.mlp, "experts") for layer in sparse.language.lm.model.layers]  # type: ignore[union-attr]
+    has_experts = [hasattr(layer.mlp, "experts") for layer in lm_of(sparse).model.layers]
     assert has_experts == [False, True, False, True]
     assert sparse.balancer is not None
     assert sparse.balancer.layers == (1, 3)
@@ -126,7 +132,7 @@ def test_weights_of_a_dense_and_of_a_sparse_run(
     dense = make_vlm(language=language("qwen3"))
     with torch.no_grad():
         for parameter in dense.parameters():
-            parameter += 0.02 * torch.randn(parameter.shape)
+            parameter.add_(torch.randn(parameter.shape), alpha=0.02)
     save_weights(dense.named_parameters(), tmp_path / "dense")
     moe = {**MOE, "aux_free_rate": 0.01}
     freeze = ["language.*.mlp.gate.weight"]

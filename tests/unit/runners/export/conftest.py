@@ -1,4 +1,4 @@
-"""Checkpoints of tiny models, and their export with the check in this process (the same program; one test starts it)."""
+"""Checkpoints of tiny models, and their export with the check in this process (one test starts the program itself)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from lavis_ds.config.load import load, to_yaml
 from lavis_ds.data.tokenizer import train_tokenizer
 from lavis_ds.engines.base import persistent_buffers, saved_parameters
 from lavis_ds.models.base import Model
+from lavis_ds.models.skeleton import skeleton
 from lavis_ds.models.weights import save_weights
 from lavis_ds.runners import build, checkpoint_files
 from lavis_ds.runners.export import check, reload
@@ -87,28 +88,41 @@ def qwen_vl(tree: Tree) -> Callable[[str], Tree]:
 
 @pytest.fixture
 def make_checkpoint(tmp_path: Path) -> Callable[..., Path]:
-    """Build the model of a tree, shake its weights, and write them as a run does. Returns the run folder."""
+    """Build the model of a tree, shake its weights, and write them as a run does. Returns the run folder.
 
-    def make(tree: Tree, dtype: torch.dtype = torch.float32, edit: Callable[[Model], None] | None = None) -> Path:
+    With `blank` they are whatever the memory holds, which is quick.
+    """
+
+    def make(
+        tree: Tree,
+        dtype: torch.dtype = torch.float32,
+        edit: Callable[[Model], None] | None = None,
+        *,
+        blank: bool = False,
+    ) -> Path:
         cfg = tmp_path / "project.yaml"
         cfg.write_text(yaml.safe_dump(tree))
         config = load(cfg).config
-        torch.manual_seed(0)
-        model = build.build_model(config)
-        with torch.no_grad():
-            for parameter in model.parameters():  # adapters, norms and biases included, which start neutral
-                parameter.add_(torch.randn_like(parameter) * 0.05)
-            if edit is not None:
-                edit(model)
+        model = skeleton(config.model).to_empty(device="cpu") if blank else _shaken(build.build_model(config), edit)
         final = checkpoint_files.step_folder(tmp_path / "run" / "checkpoints", 1)
         partial = checkpoint_files.begin(final)
         tensors = [*saved_parameters(model), *persistent_buffers(model)]
         save_weights(((name, tensor.to(dtype)) for name, tensor in tensors), partial / "weights")
         (partial / "config.yaml").write_text(to_yaml(config))
-        checkpoint_files.finish(partial, final, {}, {}, keep_last=1)
+        checkpoint_files.finish(partial, final, {}, {}, checkpoint_files.Keep(1))
         return tmp_path / "run"
 
     return make
+
+
+@torch.no_grad()
+def _shaken(model: Model, edit: Callable[[Model], None] | None) -> Model:
+    torch.manual_seed(0)
+    for parameter in model.parameters():  # adapters, norms and biases included, which start neutral
+        parameter.add_(torch.randn_like(parameter) * 0.05)
+    if edit is not None:
+        edit(model)
+    return model
 
 
 @pytest.fixture
@@ -129,7 +143,7 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
 def exported(
     make_checkpoint: Callable[..., Path], in_process: None, tmp_path: Path
 ) -> Callable[..., tuple[Path, list[check.Agreement]]]:
-    """Export the model of a tree. Returns the folder, and how far it is from our model: first with a picture, then without."""
+    """Export the model of a tree. Returns the folder, and how far it is from our model, with a picture and without."""
 
     def make(tree: Tree, *, dtype: torch.dtype = torch.float32, edit: Any = None, **options: Any) -> Any:
         found: list[check.Agreement] = []

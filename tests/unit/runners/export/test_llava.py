@@ -32,7 +32,12 @@ def test_clip(tree: Tree, exported: Exported) -> None:
     assert (config["vision_feature_layer"], config["vision_feature_select_strategy"]) == (-1, "default")
     assert AutoTokenizer.from_pretrained(folder).convert_tokens_to_ids("<image>") == config["image_token_index"]
     names = {path.name for path in folder.iterdir()}
-    assert {"generation_config.json", "processor_config.json", "preprocessor_config.json", "chat_template.jinja"} <= names
+    assert {
+        "generation_config.json",
+        "processor_config.json",
+        "preprocessor_config.json",
+        "chat_template.jinja",
+    } <= names
 
 
 def test_siglip_with_tied_embeddings(tree: Tree, exported: Exported) -> None:
@@ -54,6 +59,14 @@ def test_siglip_with_tied_embeddings(tree: Tree, exported: Exported) -> None:
         ({**SIGLIP, "select_layer": -1, "final_norm": False}, "full"),
         ({"name": "hf_vision", "final_norm": False, "config": {"model_type": "dinov2", **PLAIN}}, "default"),
         ({"name": "hf_vision", "config": {"model_type": "vit", **PLAIN, "intermediate_size": 64}}, "default"),
+        (
+            {
+                "name": "hf_vision",
+                "final_norm": True,
+                "config": {"model_type": "vit", **PLAIN, "intermediate_size": 64},
+            },
+            "default",
+        ),
     ],
 )
 def test_layers_tokens_norms(tree: Tree, exported: Exported, vision: Tree, strategy: str) -> None:
