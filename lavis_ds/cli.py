@@ -210,9 +210,19 @@ def _guarded(arguments: Sequence[str] | None) -> int:
         return main(arguments)
     except KeyboardInterrupt:
         return 130
-    except Exception:  # noqa: BLE001  (the last line of defence: the process must end, whatever it was)
-        traceback.print_exc()
+    except Exception as error:  # noqa: BLE001  (the last line of defence: the process must end, whatever it was)
+        if _in_process_group() and _is_loss_of_a_rank(error):
+            line = str(error).strip().splitlines()[0]
+            print(f"{_rank_prefix()}ended, since another rank did, whose error is the one to read ({line})", file=sys.stderr)
+        else:
+            print(f"{_rank_prefix()}{traceback.format_exc()}", file=sys.stderr)
         return 1
+
+
+def _is_loss_of_a_rank(error: Exception) -> bool:
+    from lavis_ds.distributed import is_loss_of_a_rank
+
+    return is_loss_of_a_rank(error)
 
 
 def _exit(code: int) -> NoReturn:

@@ -1,8 +1,9 @@
-"""Ranks and the few collectives the loop needs. Works the same under `deepspeed`, `torchrun` and plain `python`."""
+"""Ranks and the few collectives the loop needs. Works the same under every launcher, and under none."""
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
@@ -14,6 +15,9 @@ import torch.distributed as dist
 from lavis_ds.errors import ConfigError
 
 ObjectT = TypeVar("ObjectT")
+
+# In the words of gloo, NCCL and the store.
+_LOSS = re.compile(r"(closed|reset) by peer|Broken pipe|remote process exited|Failed to recv|Connection refused")
 
 
 def global_rank() -> int:
@@ -68,7 +72,8 @@ def initialize(timeout_s: int) -> None:
             raise ConfigError(
                 f"local rank {local_rank()} has no GPU of its own.",
                 given=f"{local_world_size()} ranks on a machine with {torch.cuda.device_count()} GPUs",
-                hint="Start as many ranks as there are GPUs (--num_gpus, --nproc_per_node).",
+                hint="Start as many ranks as there are GPUs (--num_gpus, --nproc_per_node). Under SLURM ask with "
+                "--gpus-per-node: with --gpus-per-task each rank sees one GPU only.",
             )
         torch.cuda.set_device(local_rank())
     elif "OMP_NUM_THREADS" not in os.environ:  # else the user, or torchrun, has decided
@@ -96,9 +101,9 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
     return [float(value) for value in tensor.tolist()]
 
 
-def any_rank(flag: bool) -> bool:
-    """True on every rank where it is true on at least one."""
-    return sum_over_ranks([float(flag)])[0] > 0
+def is_loss_of_a_rank(error: BaseException) -> bool:
+    """Whether a collective failed because another rank has ended, whose own error is the one to read."""
+    return isinstance(error, RuntimeError) and _LOSS.search(str(error)) is not None
 
 
 def broadcast_object(value: ObjectT) -> ObjectT:

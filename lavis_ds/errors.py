@@ -92,6 +92,10 @@ class NonFiniteError(LavisError):
     """The loss or the gradient stopped being a finite number."""
 
 
+class MemoryExhaustedError(LavisError):
+    """The GPU or the host has no memory left."""
+
+
 def listed(first: Sequence[str], total: int) -> str:
     """The first of `total` lines, each on a line of its own and indented, and how many more there are."""
     more = [f"and {total - len(first)} more"] if total > len(first) else []

@@ -252,6 +252,11 @@ class RunConfig(Config):
     save_every_minutes: float | None = Field(
         None, gt=0, description="also save when this much time has passed since the last checkpoint"
     )
+    save_in_background: bool = Field(
+        False,
+        description="train on while a checkpoint is written; needs host memory for a copy of each rank's share, and on "
+        "rank 0 of the whole weights",
+    )
     keep_last: int = Field(2, ge=1, description="newest complete checkpoints kept")
     keep_every: int | None = Field(None, ge=1, description="checkpoints of steps that this divides are kept, too")
     keep_best: str | None = Field(
@@ -264,6 +269,15 @@ class RunConfig(Config):
     )
     dist_timeout_s: int = Field(
         600, ge=10, description="seconds after which a collective that a rank did not join ends the run"
+    )
+    stall_timeout_s: int | None = Field(
+        None,
+        ge=1,
+        description="seconds at one place of a step after which all ranks write their stacks and the run ends; three "
+        "quarters of dist_timeout_s where left out",
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "warning", description="what DeepSpeed, transformers and PyTorch print about themselves"
     )
     deepspeed_config: dict[str, Any] | PresetName | LocalPath = Field(
         default_factory=dict,
@@ -291,6 +305,11 @@ class RunConfig(Config):
                     f"keep_best ({self.keep_best}) names no split that is evaluated during training; "
                     f"valid_splits is {self.valid_splits}, eval_every is {self.eval_every}"
                 )
+        if self.stall_timeout_s is not None and self.stall_timeout_s >= self.dist_timeout_s:
+            raise ValueError(
+                f"stall_timeout_s ({self.stall_timeout_s}) must be less than dist_timeout_s ({self.dist_timeout_s}), "
+                "which would end the run first"
+            )
         if self.min_lr > self.init_lr:
             raise ValueError(f"min_lr ({self.min_lr}) is larger than init_lr ({self.init_lr})")
         try:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lavis_ds.batch import Batch
+from lavis_ds.engines.fragments import Fragment, StoredFragments
 from lavis_ds.errors import CheckpointError
 from lavis_ds.optim.adamw import NO_FACTORS
 
@@ -68,16 +68,23 @@ class Engine(Protocol):
         """
         ...
 
-    def save(self, folder: Path) -> None:
-        """Write what the optimizer knows, for any layout to read. Called on all ranks; the folder exists."""
+    def fragments(self) -> Iterator[Fragment]:
+        """All that this rank holds of the optimizer, in the model's order; the same at any time but for the values."""
         ...
 
-    def load(self, folder: Path, weights: Mapping[str, Tensor]) -> list[str]:
-        """Restore what any engine wrote, at any number of ranks.
+    def scaler_state(self) -> dict[str, float]:
+        """Numbers of a dynamic loss scale; none without one."""
+        ...
+
+    def restore(
+        self, stored: StoredFragments, weights: Mapping[str, Tensor], scaler_state: Mapping[str, float]
+    ) -> list[str]:
+        """Take over the state of any engine, at any number of ranks. Called on all ranks.
 
         Args:
-            folder: what `save` wrote.
+            stored: what all ranks' `fragments` were.
             weights: what `full_tensors` gave then, by name.
+            scaler_state: what it was then.
 
         Returns:
             Names of parameters whose moments start anew, since they did not train then.
@@ -89,6 +96,10 @@ class Engine(Protocol):
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter and persistent buffer, whole, one at a time, by name. All ranks must iterate to the end."""
+        ...
+
+    def finish(self) -> None:
+        """Training is over, or stops here: print what the engine's own tools have measured. Called on all ranks."""
         ...
 
     def describe(self) -> dict[str, Any]:

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -17,12 +14,12 @@ from torch import Tensor, nn
 from lavis_ds import distributed
 from lavis_ds.batch import Batch
 from lavis_ds.config.schema import RunConfig
-from lavis_ds.engines import ds_config, ds_fragments, fragments
+from lavis_ds.engines import ds_config, ds_fragments
 from lavis_ds.engines.base import StepResult, fill_weights, persistent_buffers, saved_parameters, weight_of
+from lavis_ds.engines.fragments import Fragment, StoredFragments, restore
 from lavis_ds.models.parts import match_constants
 from lavis_ds.optim.adamw import NO_FACTORS, adamw, scale_learning_rates
 
-_LOSS_SCALE = "loss_scale.json"
 _SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -41,12 +38,12 @@ class DeepSpeedEngine:
     def __init__(
         self, module: nn.Module, groups: list[dict[str, Any]], run: RunConfig, plan: ds_config.BatchPlan
     ) -> None:
-        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         # A shared-memory all-reduce for CPU inference, which training never calls; building it delays the first start.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         self.device = distributed.device()
         self.data_parallel_size, self.data_parallel_rank = distributed.world_size(), distributed.global_rank()
         self._settings = ds_config.derive(run, plan, data_parallel_size=self.data_parallel_size)
+        deepspeed.utils.logging.set_log_level_from_string(ds_config.log_level(run, self._settings))
         zero = self._settings["zero_optimization"]
         self._stage = int(zero["stage"])
         self._precision, self._grad_clip = run.precision, run.grad_clip
@@ -95,36 +92,36 @@ class DeepSpeedEngine:
         applied = bool(self._engine.was_step_applied())
         return StepResult(norm if applied else float("inf"), applied)
 
-    def save(self, folder: Path) -> None:
-        fragments.write(self._fragments(), folder, self.data_parallel_rank)
-        if self._precision == "fp16" and self.data_parallel_rank == 0:
-            scaler = self._loss_scaler
-            state = {key: getattr(scaler, key) for key in _SCALE_KEYS if getattr(scaler, key, None) is not None}
-            (folder / _LOSS_SCALE).write_text(json.dumps(state) + "\n")
-
-    def load(self, folder: Path, weights: Mapping[str, Tensor]) -> list[str]:
-        with torch.no_grad():
-            self._fill_weights(weights)
-            fresh = fragments.restore(self._fragments(), fragments.StoredFragments(folder), weights)
-        if self._precision == "fp16" and (folder / _LOSS_SCALE).is_file():
-            for key, value in json.loads((folder / _LOSS_SCALE).read_text()).items():
-                if hasattr(self._loss_scaler, key):
-                    setattr(self._loss_scaler, key, value)
-        return fresh
-
-    @property
-    def _loss_scaler(self) -> Any:
-        """What holds the loss scale: of ZeRO's optimizers, or of the wrapper below ZeRO."""
-        optimizer = self._engine.optimizer
-        return optimizer.loss_scaler if hasattr(optimizer, "loss_scaler") else optimizer.loss_scale_config
-
-    def _fragments(self) -> Iterator[fragments.Fragment]:
+    def fragments(self) -> Iterator[Fragment]:
         engine = self._engine
         found = ds_fragments.fragments(
             self.module, engine.optimizer, engine.basic_optimizer, self.data_parallel_rank, self.data_parallel_size
         )
         # In float32 the weights are their own masters, and are in the checkpoint already.
         return (replace(fragment, has_own_master=self._precision != "fp32") for fragment in found)
+
+    def scaler_state(self) -> dict[str, float]:
+        if self._precision != "fp16":
+            return {}
+        scaler = self._loss_scaler
+        return {key: getattr(scaler, key) for key in _SCALE_KEYS if getattr(scaler, key, None) is not None}
+
+    @torch.no_grad()
+    def restore(
+        self, stored: StoredFragments, weights: Mapping[str, Tensor], scaler_state: Mapping[str, float]
+    ) -> list[str]:
+        self._fill_weights(weights)
+        if self._precision == "fp16":
+            for key, value in scaler_state.items():
+                if hasattr(self._loss_scaler, key):
+                    setattr(self._loss_scaler, key, value)
+        return restore(self.fragments(), stored, weights)
+
+    @property
+    def _loss_scaler(self) -> Any:
+        """What holds the loss scale: of ZeRO's optimizers, or of the wrapper below ZeRO."""
+        optimizer = self._engine.optimizer
+        return optimizer.loss_scaler if hasattr(optimizer, "loss_scaler") else optimizer.loss_scale_config
 
     def _fill_weights(self, weights: Mapping[str, Tensor]) -> None:
         if self._stage < 3:
@@ -142,6 +139,10 @@ class DeepSpeedEngine:
             with deepspeed.zero.GatheredParameters([parameter], enabled=self._stage == 3):
                 yield name, parameter.detach()
         yield from persistent_buffers(self.module)
+
+    def finish(self) -> None:
+        if self._settings.get("comms_logger", {}).get("enabled"):
+            deepspeed.comm.log_summary()
 
     def describe(self) -> dict[str, Any]:
         return {

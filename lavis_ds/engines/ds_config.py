@@ -162,6 +162,13 @@ def derive(run: RunConfig, plan: BatchPlan, *, data_parallel_size: int) -> dict[
     }
 
 
+def log_level(run: RunConfig, settings: Mapping[str, Any]) -> str:
+    """The level at which DeepSpeed's logger prints what the user asked for: some of its tools speak at `info` only."""
+    speaks = settings.get("memory_breakdown") or settings.get("dump_state")
+    speaks = speaks or settings.get("comms_logger", {}).get("verbose")
+    return "info" if speaks and run.log_level != "debug" else run.log_level
+
+
 def _owned_values(run: RunConfig, plan: BatchPlan) -> dict[str, Any]:
     clip = run.grad_clip or 0.0  # DeepSpeed's way to switch clipping off
     return {

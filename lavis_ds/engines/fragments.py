@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,6 +51,24 @@ class Fragment:
     is_owner: bool = True
 
 
+def on_host(fragments: Iterable[Fragment]) -> list[Fragment]:
+    """Copies of those that this rank owns, which later steps do not change."""
+    return [
+        replace(
+            fragment,
+            master=_copied(fragment.master),
+            moments={kind: _copied(moment) for kind, moment in fragment.moments.items()},
+            clock={"step": float(fragment.clock.get("step", 0))},
+        )
+        for fragment in fragments
+        if fragment.is_owner
+    ]
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
 def write(fragments: Iterable[Fragment], folder: Path, rank: int) -> None:
     """Write those that this rank owns; no more than one file is in host memory at a time."""
     pending: dict[str, Tensor] = {}
@@ -73,7 +91,7 @@ def write(fragments: Iterable[Fragment], folder: Path, rank: int) -> None:
         if pending and size + added > _MAX_FILE_BYTES:
             flush()
         for kind, piece in pieces.items():
-            pending[f"{kind}:{fragment.name}"] = piece.detach().to("cpu", copy=True)
+            pending[f"{kind}:{fragment.name}"] = _copied(piece)
         places[fragment.name] = {
             "start": fragment.start,
             "numel": fragment.master.numel(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from lavis_ds import distributed
 from lavis_ds.batch import Batch
 from lavis_ds.config.schema import RunConfig
-from lavis_ds.engines import fragments
 from lavis_ds.engines.base import StepResult, fill_weights, persistent_buffers, saved_parameters
 from lavis_ds.engines.ds_config import BatchPlan
+from lavis_ds.engines.fragments import Fragment, StoredFragments, restore, whole
 from lavis_ds.errors import ConfigError
 from lavis_ds.optim.adamw import NO_FACTORS, adamw, scale_learning_rates
 
@@ -82,21 +81,26 @@ class TorchEngine:
         self._optimizer.zero_grad(set_to_none=True)
         return StepResult(float(norm) if applied else float("inf"), applied)
 
-    def save(self, folder: Path) -> None:
-        fragments.write(self._fragments(), folder, self.data_parallel_rank)
-
-    def load(self, folder: Path, weights: Mapping[str, Tensor]) -> list[str]:
-        with torch.no_grad():
-            fill_weights(self.module, weights)
-            return fragments.restore(self._fragments(), fragments.StoredFragments(folder), weights)
-
-    def _fragments(self) -> Iterator[fragments.Fragment]:
+    def fragments(self) -> Iterator[Fragment]:
         named = self.module.named_parameters()
-        return fragments.whole(named, self._optimizer, rank=self.data_parallel_rank, world_size=self.data_parallel_size)
+        return whole(named, self._optimizer, rank=self.data_parallel_rank, world_size=self.data_parallel_size)
+
+    def scaler_state(self) -> dict[str, float]:
+        return {}
+
+    @torch.no_grad()
+    def restore(
+        self, stored: StoredFragments, weights: Mapping[str, Tensor], scaler_state: Mapping[str, float]
+    ) -> list[str]:
+        fill_weights(self.module, weights)
+        return restore(self.fragments(), stored, weights)
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
         yield from saved_parameters(self.module)
         yield from persistent_buffers(self.module)
+
+    def finish(self) -> None:
+        """There are no tools."""
 
     def describe(self) -> dict[str, Any]:
         return {"engine": self.name, "data_parallel_size": self.data_parallel_size, "precision": self._precision}

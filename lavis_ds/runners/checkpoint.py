@@ -1,60 +1,20 @@
-"""Save and load a checkpoint, all ranks together. See `checkpoint_files` for what is in one."""
+"""Go on from a checkpoint, all ranks together. See `checkpoint_files` for what is in one."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
 
-import lavis_ds
 from lavis_ds import distributed
 from lavis_ds.engines.base import Engine
+from lavis_ds.engines.fragments import StoredFragments
 from lavis_ds.errors import CheckpointError
-from lavis_ds.models.weights import WeightsFolder, save_weights
+from lavis_ds.models.weights import WeightsFolder
 from lavis_ds.runners import checkpoint_files
-from lavis_ds.runners.checkpoint_files import Keep
 from lavis_ds.runners.state import TrainState
-
-
-def save(
-    folder: Path,
-    engine: Engine,
-    state: TrainState,
-    config_yaml: str,
-    keep: Keep,
-    data_state: Mapping[str, Any] | None = None,
-) -> Path:
-    """Write a checkpoint of this step under `folder`; called on all ranks. Returns its path.
-
-    `data_state` is what this rank's batches need to go on, where they need anything.
-
-    It is written beside its final name and renamed when every rank is done, so a run killed at any moment leaves either
-    the whole checkpoint or none.
-    """
-    final = checkpoint_files.step_folder(folder, state.step)
-    partial = distributed.broadcast_object(checkpoint_files.begin(final) if distributed.is_main() else None)
-    assert partial is not None
-    engine.save(partial / "optimizer")
-    save_weights(engine.full_tensors(), partial / "weights", write=distributed.is_main())
-    torch.save(_rng_state(), partial / "rng" / _rng_file())
-    if data_state:
-        (partial / "data").mkdir(exist_ok=True)
-        (partial / "data" / _data_file()).write_text(json.dumps(data_state) + "\n")
-    if distributed.is_main():
-        state.save(partial / "train_state.json")
-        (partial / "config.yaml").write_text(config_yaml)
-    own = f"rank_{distributed.global_rank():05d}"
-    names = [name for name in checkpoint_files.written(partial) if own in name]  # read again while they are cached
-    files = distributed.gather_objects(checkpoint_files.contents(partial, names))
-    if distributed.is_main():
-        listed = {name: content for found in files for name, content in found.items()}
-        checkpoint_files.finish(partial, final, engine.describe(), _versions(), keep, listed)
-    distributed.barrier()
-    return final
 
 
 def damaged(path: Path) -> list[str]:
@@ -85,8 +45,11 @@ def load(path: Path, engine: Engine, state: TrainState) -> Resumed:
     """
     manifest = checkpoint_files.verify(path)
     state.restore(path / "train_state.json")
-    fresh = engine.load(path / "optimizer", WeightsFolder(path / "weights"))
-    rng = path / "rng" / _rng_file()
+    scaler = path / "optimizer" / checkpoint_files.LOSS_SCALE
+    scaler_state = json.loads(scaler.read_text()) if scaler.is_file() else {}
+    stored, weights = StoredFragments(path / "optimizer"), WeightsFolder(path / "weights")
+    fresh = engine.restore(stored, weights, scaler_state)
+    rng = path / checkpoint_files.rng_file(distributed.global_rank())
     if rng.is_file():  # a rank that did not exist then starts with its own seed
         _restore_rng(torch.load(rng, weights_only=True))
     saved, current = manifest["layout"], engine.describe()
@@ -111,7 +74,7 @@ def _data_state(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> d
     Raises:
         CheckpointError: data is read as a stream, which can't be shared out among another number of ranks.
     """
-    if not (path / "data").is_dir():
+    if not any((path / "data").glob("rank_*")):
         return {}
     size, before = current["data_parallel_size"], saved["data_parallel_size"]
     if size != before:
@@ -122,26 +85,7 @@ def _data_state(path: Path, saved: dict[str, Any], current: dict[str, Any]) -> d
             expected=f"{before}",
             hint="Index the shards (`lavis-ds data index`) before a run, and it can.",
         )
-    return dict(json.loads((path / "data" / _data_file()).read_text()))
-
-
-def _versions() -> dict[str, str]:
-    return {"lavis_ds": lavis_ds.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
-
-
-def _rng_file() -> str:
-    return f"rank_{distributed.global_rank():05d}.pt"
-
-
-def _data_file() -> str:
-    return f"rank_{distributed.global_rank():05d}.json"
-
-
-def _rng_state() -> dict[str, torch.Tensor]:
-    state = {"cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    return state
+    return dict(json.loads((path / checkpoint_files.data_file(distributed.global_rank())).read_text()))
 
 
 def _restore_rng(state: dict[str, torch.Tensor]) -> None:

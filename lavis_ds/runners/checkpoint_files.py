@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from lavis_ds.errors import CheckpointError
 
 COMPLETE = "COMPLETE"
+LOSS_SCALE = "loss_scale.json"
 LATEST = "latest"
 FORMAT = 2
 """Of the layout above; 1 held DeepSpeed's own shards."""
@@ -43,11 +44,21 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
+def rng_file(global_rank: int) -> str:
+    """Name of a rank's random states in a checkpoint."""
+    return f"rng/rank_{global_rank:05d}.pt"
+
+
+def data_file(global_rank: int) -> str:
+    """Name of the place where a rank's stream goes on, in a checkpoint."""
+    return f"data/rank_{global_rank:05d}.json"
+
+
 def begin(final: Path) -> Path:
     """An empty folder to write a checkpoint into, beside its final name."""
     partial = final.parent / f".partial_{final.name}"
     shutil.rmtree(partial, ignore_errors=True)
-    for name in ("optimizer", "rng"):
+    for name in ("optimizer", "rng", "data"):
         (partial / name).mkdir(parents=True)
     return partial
 
@@ -104,15 +115,10 @@ def finish(
     layout: dict[str, Any],
     versions: dict[str, str],
     keep: Keep,
-    files: dict[str, Content] | None = None,
+    files: Mapping[str, Content],
 ) -> None:
-    """Mark a written checkpoint complete, give it its name, point `latest` at it, remove the oldest.
-
-    `files` is what ranks know of theirs already.
-    """
-    known = files or {}
-    listed = {**known, **contents(partial, [name for name in written(partial) if name not in known])}
-    entries = {name: listed[name]._asdict() for name in sorted(listed)}
+    """Mark a written checkpoint of these files complete, name it, point `latest` at it, remove those not kept."""
+    entries = {name: files[name]._asdict() for name in sorted(files)}
     manifest = {"format": FORMAT, "layout": layout, "versions": versions, "files": entries}
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
     (partial / COMPLETE).touch()

@@ -13,7 +13,7 @@ from lavis_ds.config.load import LoadedConfig, load
 from lavis_ds.config.schema import RootConfig
 from lavis_ds.errors import ConfigError
 from lavis_ds.host_memory import keep_freed_memory
-from lavis_ds.runners import checkpoint_files, job, preflight, process
+from lavis_ds.runners import checkpoint_files, job, launcher_env, preflight, process
 
 
 def train(cfg: str, options: Sequence[str], *, job_id: str | None, resume: str | None) -> int:
@@ -22,6 +22,8 @@ def train(cfg: str, options: Sequence[str], *, job_id: str | None, resume: str |
     Returns:
         The exit code: 0 done, 75 stopped on request and resumable.
     """
+    launcher_env.adopt(os.environ)
+    resume = _after_restart(job_id, resume)
     loaded = load(cfg, options)
     config = loaded.config
     checked = preflight.check(config, world_size=int(os.environ.get("WORLD_SIZE", "1")))
@@ -36,7 +38,11 @@ def train(cfg: str, options: Sequence[str], *, job_id: str | None, resume: str |
     while chosen.resume_from is not None and (damaged := checkpoint.damaged(chosen.resume_from)):
         chosen = chosen.without_damaged(damaged)
     chosen = chosen.with_notices([*loaded.notices, *checked.notices])
-    runner = registry.get_runner_class(config.run.runner.name)(config, chosen, checked)
+    from lavis_ds.runners import out_of_memory
+    from lavis_ds.runners.progress import Progress
+
+    with out_of_memory.explained(config, checked.plan, Progress("building the model and its engine")):
+        runner = registry.get_runner_class(config.run.runner.name)(config, chosen, checked)
     code: int = runner.run()
     distributed.barrier()  # launchers end all ranks soon after the first one has left, and rank 0 writes the report
     distributed.shutdown()
@@ -45,15 +51,19 @@ def train(cfg: str, options: Sequence[str], *, job_id: str | None, resume: str |
 
 def evaluate(checkpoint: str, cfg: str | None, options: Sequence[str], *, split: str | None) -> int:
     """Score a checkpoint's weights and write the result into its run folder."""
+    launcher_env.adopt(os.environ)
     folder, passed_over = job.checkpoint(Path(checkpoint))
     loaded = load(cfg or folder / "config.yaml", options)
     config = _for_evaluation(loaded, folder, split)
     splits = preflight.read(config, _splits_read(config))
 
     distributed = _join(config)
+    from lavis_ds.runners import out_of_memory
     from lavis_ds.runners.evaluate import evaluate_checkpoint
+    from lavis_ds.runners.progress import Progress
 
-    results = evaluate_checkpoint(config, splits, folder)
+    with out_of_memory.explained(config, None, Progress("evaluating a checkpoint")):
+        results = evaluate_checkpoint(config, splits, folder)
     if distributed.is_main():
         print("".join(f"{line}\n" for line in passed_over), end="", file=sys.stderr)
         for result in results:
@@ -61,6 +71,25 @@ def evaluate(checkpoint: str, cfg: str | None, options: Sequence[str], *, split:
             print(f"{result.split}: " + ", ".join(f"{name} {value:.4f}" for name, value in result.metrics.items()))
     distributed.shutdown()
     return 0
+
+
+def _after_restart(job_id: str | None, resume: str | None) -> str | None:
+    """`--resume` of a command that its launcher has started again: what came before must not be lost.
+
+    Raises:
+        ConfigError: without `--job-id`, nobody knows which run it was.
+    """
+    number = launcher_env.restarts(os.environ)
+    if not number or resume is not None:
+        return resume
+    if job_id is None:
+        raise ConfigError(
+            "the launcher has started this command again, and it does not say which run to go on with.",
+            where="lavis-ds train",
+            given=f"restart {number}, without --job-id and --resume",
+            hint="Add --job-id NAME --resume auto to the command.",
+        )
+    return "auto"
 
 
 def _for_evaluation(loaded: LoadedConfig, folder: Path, split: str | None) -> RootConfig:
@@ -85,7 +114,7 @@ def _splits_read(config: RootConfig) -> list[str]:
 
 def _join(config: RootConfig) -> ModuleType:
     """Import torch, join the process group, and return `lavis_ds.distributed`."""
-    process.prepare()
+    process.prepare(config.run.log_level)
     from lavis_ds import distributed
 
     distributed.initialize(config.run.dist_timeout_s)

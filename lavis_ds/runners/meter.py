@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import islice
 
 import torch
 
@@ -19,9 +20,10 @@ class GroupCounts:
         group: this rank's micro-batches.
         stop: whether this rank was asked to stop.
         save: whether this rank wants a checkpoint after the step.
+        is_writing: whether this rank still writes a checkpoint.
     """
 
-    def __init__(self, group: Sequence[Batch], *, stop: bool, save: bool = False) -> None:
+    def __init__(self, group: Sequence[Batch], *, stop: bool, save: bool = False, is_writing: bool = False) -> None:
         local = [
             sum(b.target_weight for b in group),
             sum(b.num_targets for b in group),
@@ -30,6 +32,7 @@ class GroupCounts:
             sum(b.shape[0] * b.shape[1] for b in group),
             float(stop),
             float(save),
+            float(is_writing),
             sum(len(b.unusable) for b in group),
             sum(b.num_dropped_turns for b in group),
         ]
@@ -37,14 +40,14 @@ class GroupCounts:
         for number in range(len(names)):
             local += [sum(b.by_dataset[number].num_samples for b in group)]
             local += [sum(b.by_dataset[number].num_tokens for b in group)]
-        weight, targets, tokens, samples, slots, stops, saves, unusable, dropped, *rest = distributed.sum_over_ranks(
-            local
-        )
+        totals = iter(distributed.sum_over_ranks(local))
+        weight, targets, tokens, samples, slots, stops, saves, writing, unusable, dropped = islice(totals, 10)
+        rest = list(totals)
         self.divisor = weight or 1.0  # a step of unusable samples only has no loss to divide
         self.targets, self.tokens, self.samples = int(targets), int(tokens), int(samples)
         self.unusable, self.dropped_turns = int(unusable), int(dropped)
         self.padding_fraction = 1.0 - tokens / slots
-        self.stop, self.save = stops > 0, saves > 0
+        self.stop, self.save, self.is_writing = stops > 0, saves > 0, writing > 0
         self.by_dataset = {name: (int(rest[2 * i]), int(rest[2 * i + 1])) for i, name in enumerate(names)}
 
     def metrics(self) -> dict[str, float]:

@@ -62,8 +62,9 @@ class TrainState:
         self.best_value, self.best_step = value, self.step
         return True
 
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps(asdict(self), indent=2) + "\n")
+    def to_json(self) -> str:
+        """What `restore` reads."""
+        return json.dumps(asdict(self), indent=2) + "\n"
 
     @staticmethod
     def step_of(path: Path) -> int:

@@ -14,8 +14,9 @@ from lavis_ds.config.load import to_yaml
 from lavis_ds.config.schema import Interval, RootConfig
 from lavis_ds.errors import ConfigError, NonFiniteError
 from lavis_ds.optim.groups import param_groups, parameter_table
-from lavis_ds.runners import build, checkpoint, environment, observers, step_plan
+from lavis_ds.runners import build, checkpoint, checkpoint_files, environment, observers, out_of_memory, step_plan
 from lavis_ds.runners.checkpoint_files import Keep
+from lavis_ds.runners.checkpoint_writer import CheckpointWriter
 from lavis_ds.runners.configs import TrainRunnerConfig
 from lavis_ds.runners.evaluate import evaluate
 from lavis_ds.runners.gradient_check import GradientCheck
@@ -23,9 +24,11 @@ from lavis_ds.runners.job import Job
 from lavis_ds.runners.meter import GroupCounts, StepTimer, peak_memory_bytes, reduce_outputs
 from lavis_ds.runners.observers.base import Observer, RunInfo
 from lavis_ds.runners.preflight import Preflight
+from lavis_ds.runners.progress import Progress
 from lavis_ds.runners.quarantine import Quarantine
 from lavis_ds.runners.state import TrainState
 from lavis_ds.runners.stop import StopRequest
+from lavis_ds.runners.watchdog import Watchdog
 
 EXIT_DONE, EXIT_STOPPED = 0, 75
 
@@ -44,6 +47,7 @@ class TrainRunner:
     def __init__(self, config: RootConfig, job: Job, preflight: Preflight) -> None:
         self.config, self.run_config, self.job, self.preflight = config, config.run, job, preflight
         self.plan = preflight.plan
+        self.progress = Progress("starting")
         self.task = build.build_task(config)
         self.model = build.build_model(config)
         self.text_context = build.text_context(self.model)
@@ -68,6 +72,7 @@ class TrainRunner:
         self.quarantine = Quarantine(
             job.folder, self.state.step, sum(self.train_data.sizes), config.data.max_bad_fraction
         )
+        self.writer = CheckpointWriter(job.checkpoints, self.engine, in_background=self.run_config.save_in_background)
         self.saved_step, self.saved_s = self.state.step if job.resume_from is not None else -1, time.monotonic()
 
     def _build_data(self) -> None:
@@ -82,10 +87,12 @@ class TrainRunner:
     def run(self) -> int:
         """Train, evaluate, save. Returns the exit code: 0 done, 75 stopped on request and resumable."""
         try:
-            self._start()
-            stopped = False if self.run_config.evaluate else self._train()
-            if not stopped:
-                self._evaluate(self.run_config.test_splits)
+            with out_of_memory.explained(self.config, self.plan, self.progress):
+                self._start()
+                stopped = False if self.run_config.evaluate else self._train()
+                self.engine.finish()
+                if not stopped:
+                    self._evaluate(self.run_config.test_splits)
             self._watch(lambda observer: observer.on_end("stopped on request" if stopped else "finished"))
             return EXIT_STOPPED if stopped else EXIT_DONE
         finally:
@@ -97,18 +104,25 @@ class TrainRunner:
         collator = build.collator(self.model, self.train_data)
         groups = build.train_loader(self.config, self.train_data, collator, self.steps, state.step, self.data_state)
         engine.module.train()
-        with StopRequest() as stop, contextlib.closing(groups):
+        stall_s = run.stall_timeout_s or 0.75 * run.dist_timeout_s
+        watchdog = Watchdog(self.job.folder / "stalls", stall_s, self.progress)
+        with StopRequest() as stop, contextlib.closing(groups), watchdog:
             timer = StepTimer()
+            self.progress.await_data(state.step + 1)
             gradients: GradientCheck | None = GradientCheck(self.model)
             for group in groups:
                 timer.data_arrived()
+                self.progress.begin_step(state.step + 1, group)
                 epoch = int(state.epoch)
-                counts = GroupCounts(group, stop=stop.requested, save=self._is_time_to_save())
+                counts = GroupCounts(
+                    group, stop=stop.requested, save=self._is_time_to_save(), is_writing=self.writer.is_busy()
+                )
                 if counts.unusable:
                     unusable = [sample for batch in group for sample in batch.unusable]
                     self.quarantine.add(state.step + 1, unusable, samples_seen=state.samples_seen)
                 outputs = []
                 for index, batch in enumerate(group):
+                    self.progress.micro_batch(index, group)
                     with engine.micro_batch(is_last=index == len(group) - 1):
                         output = self.task.train_step(engine, batch.to(engine.device))
                         engine.backward(output.loss_sum * (engine.data_parallel_size / counts.divisor))
@@ -116,6 +130,7 @@ class TrainRunner:
                 if gradients is not None:
                     self._say(gradients.finish(has_pictures=any(batch.image_index.numel() for batch in group)))
                     gradients = None
+                self.progress.update_weights()
                 loss_sum, metrics = reduce_outputs(outputs)
                 loss = self._require_finite(loss_sum / counts.divisor, "loss", group)
                 lr = self.schedule(state.step, self.schedule_shape)
@@ -132,13 +147,18 @@ class TrainRunner:
                 if _is_due(run.eval_every, state.step, crossed_epoch):
                     is_best = self._evaluate(run.valid_splits)
                 wants_stop = counts.stop or state.step == run.stop_at_step
+                if self.writer.is_pending and not counts.is_writing:
+                    self._finish_save()
                 if wants_stop or is_best or counts.save or _is_due(run.save_every, state.step, crossed_epoch):
                     self._save()
                 if wants_stop and state.step < self.total_steps:
-                    return True
+                    break
                 timer.restart()
+                self.progress.await_data(state.step + 1)
         self._save()
-        return False
+        if self.writer.is_pending:
+            self._finish_save()
+        return state.step < self.total_steps
 
     # --- what a step calls -----------------------------------------------------------------------------------------
 
@@ -190,16 +210,18 @@ class TrainRunner:
     def _save(self) -> None:
         if self.saved_step == self.state.step:
             return
-        path = checkpoint.save(
-            self.job.checkpoints,
-            self.engine,
-            self.state,
-            to_yaml(self.config),
-            Keep(self.run_config.keep_last, self.run_config.keep_every, self.state.best_step),
-            self.data_state,
-        )
-        self.saved_step, self.saved_s = self.state.step, time.monotonic()
-        self._watch(lambda observer: observer.on_checkpoint(self.state.step, path))
+        if self.writer.is_pending:
+            self._finish_save()
+        run, state = self.run_config, self.state
+        keep = Keep(run.keep_last, run.keep_every, state.best_step)
+        self.writer.begin(state, to_yaml(self.config), keep, self.data_state)
+        self.saved_step, self.saved_s = state.step, time.monotonic()
+        if not run.save_in_background:
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        path = self.writer.finish()
+        self._watch(lambda observer: observer.on_checkpoint(checkpoint_files.step_of(path), path))
 
     def _is_time_to_save(self) -> bool:
         """Asked of every rank; rank 0's clock counts."""
@@ -210,6 +232,7 @@ class TrainRunner:
         """Returns whether the metric `keep_best` is the best so far."""
         is_best = False
         for split in splits:
+            self.progress.aside(f"evaluating {split}")
             result = evaluate(
                 self.config,
                 self.model,

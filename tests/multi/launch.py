@@ -201,6 +201,7 @@ def launch(
     *,
     num_ranks: int = 1,
     launcher: Literal["torchrun", "deepspeed", "python"] = "torchrun",
+    launcher_args: Sequence[str] = (),
     timeout_s: float = 180,
     env: Mapping[str, str] | None = None,
     device: Literal["cpu", "gpu"] = "cpu",
@@ -211,6 +212,7 @@ def launch(
         args: the script and its options.
         num_ranks: processes to start; 1 with `python`.
         launcher: what starts them.
+        launcher_args: its further options.
         timeout_s: after this every process of the run is killed and the test fails with stacks and last output.
         env: additions to the environment.
         device: `cpu` hides the GPUs.
@@ -220,7 +222,7 @@ def launch(
     """
     port, mark = free_port(), uuid.uuid4().hex
     own = {RUN_MARK: mark, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"} | (CPU_ONLY if device == "cpu" else {})
-    command = [*_launcher_command(launcher, num_ranks, port), *args]
+    command = [*_launcher_command(launcher, num_ranks, port), *launcher_args, *args]
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         environment = {**os.environ, **own, **(env or {})}
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, env=environment)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.multi.launch import run_ranks
+from tests.multi.launch import RanksFailed, run_ranks
 from tests.multi.runs import train
 from tests.multi.test_same_loss import ZERO
 from tests.tiny_project import make_project, metrics
@@ -67,3 +67,17 @@ def test_16_bit_masters_go_on_unrounded(project: Path) -> None:
     differences = [abs(a["train/loss"] - b["train/loss"]) for a, b in zip(lines, whole, strict=True)]
     print("largest difference", max(differences))
     assert max(differences) < 2e-3
+
+
+def test_killed_while_checkpoints_are_written_in_the_background(
+    project: Path, uninterrupted: list[dict[str, Any]]
+) -> None:
+    options = [*ENGINES["zero3"], "run.save_in_background=true", "run.save_every=1", "run.batch_size_train=2"]
+    with pytest.raises(RanksFailed):
+        run_ranks(train, 2, str(project), options, "behind", None, 6, timeout_s=150, join_group=False)
+    newest = (project.parent / "output" / "behind" / "checkpoints" / "latest").read_text()
+    assert "step_00000003" <= newest <= "step_00000006"
+    lines = run(project, "behind", 2, options[:-1], "auto")
+    for ours, theirs in zip(lines, uninterrupted, strict=True):
+        assert ours["data/sample_ids"] == theirs["data/sample_ids"]
+        assert ours["train/loss"] == pytest.approx(theirs["train/loss"], abs=1e-5)

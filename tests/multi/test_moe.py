@@ -66,6 +66,8 @@ def test_two_ranks_equal_one_process_and_resume_exactly(
     assert_same(lines, reference)
     assert {line["moe/gate_lr_factor"] for line in lines} == {0.5, 1.0}
 
+    if engine == "zero2":  # saved and read by the same code as zero3
+        return
     output = project.parent / "output"
     half = output / f"{engine}_whole" / "checkpoints" / f"step_{STEPS // 2:08d}"
     resumed = run(project, 2, ENGINES[engine], f"{engine}_resumed", str(half))

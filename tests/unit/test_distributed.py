@@ -63,8 +63,6 @@ def test_a_single_process_forms_a_group_of_one_and_leaves_it() -> None:
 def test_collectives_of_one_rank_need_no_group() -> None:
     distributed.barrier()
     assert distributed.sum_over_ranks([1, 2.5]) == [1, 2.5]
-    assert distributed.any_rank(True) is True
-    assert distributed.any_rank(False) is False
     value = object()
     assert distributed.broadcast_object(value) is value
     assert distributed.gather_objects(value) == [value]

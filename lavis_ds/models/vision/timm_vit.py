@@ -120,6 +120,11 @@ def _keep_only(vit: Any, config: TimmViTConfig) -> None:
     norm = vit.fc_norm if isinstance(vit.norm, nn.Identity) else vit.norm  # after the pooling in models that average
     vit.prune_intermediate_layers([config.select_layer % depth], prune_head=True)
     vit.norm = norm if config.final_norm else nn.Identity()
+    vit.forward_head = _all_tokens  # distilled models would average two tokens, head or no head
+
+
+def _all_tokens(tokens_NPD: Tensor) -> Tensor:
+    return tokens_NPD
 
 
 def _load(vit: Any, path: Path, ignored: set[str]) -> None:

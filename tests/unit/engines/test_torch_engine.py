@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lavis_ds.config.schema import RunConfig
 from lavis_ds.engines.ds_config import BatchPlan
+from lavis_ds.engines.fragments import StoredFragments, write
 from lavis_ds.engines.torch import TorchEngine
 from lavis_ds.errors import CheckpointError, ConfigError
 from lavis_ds.optim.groups import param_groups
@@ -154,13 +155,13 @@ def test_saved_and_loaded_it_goes_on_exactly(tmp_path: Path) -> None:
     norms = train(whole, range(5))
     first = engine()
     train(first, range(2))
-    first.save(tmp_path)
+    write(first.fragments(), tmp_path, 0)
     second = engine()
     with torch.no_grad():
         for p in second.module.parameters():
             p.add_(1)
     weights = {name: tensor.detach().clone() for name, tensor in first.full_tensors()}
-    assert second.load(tmp_path, weights) == []
+    assert second.restore(StoredFragments(tmp_path), weights, {}) == []
     assert train(second, range(2, 5)) == norms[2:]
     for a, b in zip(second.module.parameters(), whole.module.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -171,10 +172,10 @@ def test_what_did_not_train_before_starts_anew(tmp_path: Path) -> None:
     model.vision.requires_grad_(False)
     first = engine(model)
     train(first, range(2))
-    first.save(tmp_path)
+    write(first.fragments(), tmp_path, 0)
     weights = {name: tensor.detach().clone() for name, tensor in first.full_tensors()}
     second = engine()
-    assert second.load(tmp_path, weights) == ["vision.weight", "vision.bias"]
+    assert second.restore(StoredFragments(tmp_path), weights, {}) == ["vision.weight", "vision.bias"]
     moments = [second._optimizer.state[p] for p in second.module.parameters()]
     assert [float(state["step"]) for state in moments] == [0, 0, 2, 2]
     assert [bool(state["exp_avg"].any()) for state in moments] == [False, False, True, True]
@@ -183,12 +184,14 @@ def test_what_did_not_train_before_starts_anew(tmp_path: Path) -> None:
 def test_weights_that_are_missing_or_of_another_shape_are_named(tmp_path: Path) -> None:
     first = engine()
     train(first, range(2))
-    first.save(tmp_path)
+    write(first.fragments(), tmp_path, 0)
     weights = {name: tensor.detach().clone() for name, tensor in first.full_tensors()}
     with pytest.raises(CheckpointError, match=r"lacks a tensor.*vision\.bias"):
-        engine().load(tmp_path, {name: w for name, w in weights.items() if name != "vision.bias"})
+        engine().restore(
+            StoredFragments(tmp_path), {name: w for name, w in weights.items() if name != "vision.bias"}, {}
+        )
     with pytest.raises(CheckpointError, match=r"vision\.bias had another shape"):
-        engine().load(tmp_path, {**weights, "vision.bias": torch.zeros(9)})
+        engine().restore(StoredFragments(tmp_path), {**weights, "vision.bias": torch.zeros(9)}, {})
 
 
 def test_full_tensors_are_parameters_and_persistent_buffers() -> None:

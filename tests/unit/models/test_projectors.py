@@ -13,10 +13,12 @@ from transformers import (
     Idefics3Config,
     InternVLConfig,
     InternVLModel,
+    LlavaConfig,
 )
 from transformers.models.idefics2.modeling_idefics2 import Idefics2Connector
 from transformers.models.idefics3.modeling_idefics3 import Idefics3Connector
 from transformers.models.internvl.modeling_internvl import InternVLMultiModalProjector
+from transformers.models.llava.modeling_llava import LlavaMultiModalProjector
 
 from lavis_ds.errors import ConfigError
 from lavis_ds.models.configs import (
@@ -34,6 +36,7 @@ from lavis_ds.models.projectors.linear import LinearProjector
 from lavis_ds.models.projectors.mlp import MLPProjector, merge_patches
 from lavis_ds.models.projectors.perceiver import PerceiverProjector
 from lavis_ds.models.projectors.qformer import QFormerProjector
+from tests.parity import Parity, gradient_error, input_gradients, relative_error
 
 SIZES = {"vision_hidden_size": 24, "language_hidden_size": 40}
 QFORMER: dict[str, Any] = {
@@ -83,7 +86,7 @@ def test_a_grid_that_cannot_be_merged(num_patches: int) -> None:
         MLPProjector(MLPProjectorConfig(merge_size=2), **SIZES).num_tokens(num_patches)
 
 
-def test_qformer_equals_blip2() -> None:
+def test_qformer_equals_blip2(parity: Parity) -> None:
     """The image half of transformers' BLIP-2 with the same weights gives the same language tokens."""
     projector = QFormerProjector(QFormerProjectorConfig(**QFORMER), **SIZES).eval()
     blip2: Any = Blip2ForConditionalGeneration(
@@ -120,12 +123,17 @@ def test_qformer_equals_blip2() -> None:
     with torch.no_grad():
         blip2.query_tokens.copy_(projector.query_tokens)
         features = blip2.vision_model(torch.randn(2, 3, 28, 28)).last_hidden_state
-        queries = blip2.query_tokens.expand(2, -1, -1)
-        hidden = blip2.qformer(
-            query_embeds=queries, encoder_hidden_states=features, encoder_attention_mask=torch.ones(features.shape[:2])
-        )
-        expected = blip2.language_projection(hidden.last_hidden_state)
-        torch.testing.assert_close(projector(features), expected, atol=1e-6, rtol=1e-5)  # measured 0
+    queries = blip2.query_tokens.expand(2, -1, -1)
+    mask = torch.ones(features.shape[:2])
+    hidden = blip2.qformer(query_embeds=queries, encoder_hidden_states=features, encoder_attention_mask=mask)
+    expected, made = blip2.language_projection(hidden.last_hidden_state), projector(features)
+    theirs = {k.replace("language_projection", "linear"): g for k, g in input_gradients(expected, blip2).items()}
+    parity(
+        "projector qformer",
+        "`Blip2ForConditionalGeneration`",
+        forward=relative_error(made, expected),
+        gradient=gradient_error(input_gradients(made, projector), theirs),
+    )
     assert projector.num_tokens(features.shape[1]) == 5
 
 
@@ -154,23 +162,53 @@ def test_merged_patches_have_the_order_of_idefics3_and_internvl(size: int) -> No
     torch.testing.assert_close(merged, internvl.flatten(1, 2), atol=0, rtol=0)
 
 
-def test_a_merging_mlp_is_the_connector_of_idefics3_and_the_projector_of_internvl() -> None:
-    features = torch.randn(2, 64, 24)
-    vision: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 4}
-    text = {"model_type": "llama", "hidden_size": 40, "num_attention_heads": 4, "num_key_value_heads": 4}
-    idefics3 = Idefics3Connector(Idefics3Config(vision_config=vision, text_config=text, scale_factor=2))
-    ours = MLPProjector(MLPProjectorConfig(depth=1, merge_size=2), **SIZES)
-    with torch.no_grad():
-        ours.layers[0].weight.copy_(idefics3.modality_projection.proj.weight)
-        ours.layers[0].bias.zero_()
-    assert_same(ours(features), idefics3(features))  # measured 2e-7
+PROJECTORS: dict[str, tuple[dict[str, Any], dict[str, str]]] = {
+    "Idefics3Connector": ({"depth": 1, "merge_size": 2}, {"layers.0": "modality_projection.proj"}),
+    "InternVLMultiModalProjector": (
+        {"merge_size": 2, "layer_norm": True},
+        {"layers.0": "layer_norm", "layers.1": "linear_1", "layers.3": "linear_2"},
+    ),
+    "LlavaMultiModalProjector": ({}, {"layers.0": "linear_1", "layers.2": "linear_2"}),
+}
+"""Options of ours, and our names of the reference's modules."""
 
-    internvl = InternVLMultiModalProjector(InternVLConfig(vision_config=vision, text_config=text))
-    ours = MLPProjector(MLPProjectorConfig(merge_size=2, layer_norm=True), **SIZES)
-    for theirs, module in (("layer_norm", 0), ("linear_1", 1), ("linear_2", 3)):
-        ours.layers[module].load_state_dict(getattr(internvl, theirs).state_dict())
-    shuffled = InternVLModel.pixel_shuffle(None, features.view(2, 8, 8, 24), 0.5)  # type: ignore[arg-type]
-    assert_same(ours(features), internvl(shuffled.flatten(1, 2)))  # measured 0
+
+def make_reference(name: str) -> nn.Module:
+    vision: dict[str, Any] = {"hidden_size": 24, "num_attention_heads": 4}
+    text: dict[str, Any] = {"model_type": "llama", "hidden_size": 40, "num_attention_heads": 4}
+    if name == "Idefics3Connector":
+        return Idefics3Connector(Idefics3Config(vision_config=vision, text_config=text, scale_factor=2))
+    if name == "InternVLMultiModalProjector":
+        return InternVLMultiModalProjector(InternVLConfig(vision_config=vision, text_config=text))
+    return LlavaMultiModalProjector(
+        LlavaConfig(vision_config={"model_type": "clip_vision_model", **vision}, text_config=text)
+    )
+
+
+@pytest.mark.parametrize("name", list(PROJECTORS))
+def test_mlp_equals_transformers(parity: Parity, name: str) -> None:
+    options, names = PROJECTORS[name]
+    reference = make_reference(name)
+    ours = MLPProjector(MLPProjectorConfig(**options), **SIZES)
+    with torch.no_grad():
+        for mine, theirs in names.items():
+            for key, parameter in ours.get_submodule(mine).named_parameters():
+                source = getattr(reference.get_submodule(theirs), key)
+                parameter.copy_(torch.zeros_like(parameter) if source is None else source)
+    features = torch.randn(2, 64, 24)
+    is_internvl = name.startswith("InternVL")  # which shuffles outside the projector
+    grid = features.view(2, 8, 8, 24)
+    given = InternVLModel.pixel_shuffle(None, grid, 0.5).flatten(1, 2) if is_internvl else features  # type: ignore[arg-type]
+    made, expected = ours(features), reference(given)
+    mine = input_gradients(made, ours)
+    renamed = {f"{names[k.rpartition('.')[0]]}.{k.rpartition('.')[2]}": g for k, g in mine.items()}
+    theirs = input_gradients(expected, reference)
+    parity(
+        f"projector mlp, {options or 'as LLaVA'}".replace("'", ""),
+        f"`{name}`",
+        forward=relative_error(made, expected),
+        gradient=gradient_error({k: g for k, g in renamed.items() if k in theirs}, theirs),  # Idefics3's has no bias
+    )
 
 
 def assert_same(ours: torch.Tensor, reference: torch.Tensor) -> None:
@@ -180,15 +218,21 @@ def assert_same(ours: torch.Tensor, reference: torch.Tensor) -> None:
 # --- average pool --------------------------------------------------------------------------------------------------
 
 
-def test_averages_of_neighbours_go_through_the_layers() -> None:
+def test_averages_of_neighbours_go_through_the_layers(parity: Parity) -> None:
     projector = AveragePoolProjector(AveragePoolProjectorConfig(kernel_size=2), **SIZES)
     features = torch.randn(2, 16, 24)
     first = features.view(2, 4, 4, 24)[:, :2, :2].mean((1, 2))  # the patches 0, 1, 4 and 5
     assert projector.num_tokens(16) == 4
-    assert_same(projector(features)[:, 0], projector.layers(first))  # measured 1e-7
+    made, expected = projector(features)[:, 0], projector.layers(first)
+    parity(
+        "projector average_pool",
+        "`mean`, in the test",
+        forward=relative_error(made, expected),
+        gradient=gradient_error(input_gradients(made, projector), input_gradients(expected, projector)),
+    )
     adaptive = AveragePoolProjector(AveragePoolProjectorConfig(grid_size=2), **SIZES)
     adaptive.load_state_dict(projector.state_dict())
-    assert_same(adaptive(features), projector(features))  # measured 1e-7
+    assert_same(adaptive(features), projector(features))
     assert adaptive.num_tokens(25) == 4
     assert adaptive(torch.randn(2, 25, 24)).shape == (2, 4, 40)
 
@@ -205,7 +249,7 @@ PERCEIVER: dict[str, Any] = {
 }
 
 
-def test_perceiver_equals_idefics2() -> None:
+def test_perceiver_equals_idefics2(parity: Parity) -> None:
     """Features, and gradients of every parameter, are those of transformers' connector with the same weights."""
     projector = PerceiverProjector(PerceiverProjectorConfig(**PERCEIVER), **SIZES)
     config = Idefics2Config(
@@ -224,12 +268,12 @@ def test_perceiver_equals_idefics2() -> None:
     features = torch.randn(2, 17, 24)
     made = projector(features)
     expected = connector(features, attention_mask=torch.ones(2, 17, dtype=torch.bool))
-    assert_same(made, expected)  # measured 0
-    made.square().sum().backward()
-    expected.square().sum().backward()
-    for (name, ours), theirs in zip(projector.named_parameters(), connector.parameters(), strict=True):
-        assert ours.grad is not None, name
-        assert_same(ours.grad, theirs.grad)  # measured 0
+    parity(
+        "projector perceiver",
+        "`Idefics2Connector`",
+        forward=relative_error(made, expected),
+        gradient=gradient_error(input_gradients(made, projector), input_gradients(expected, connector)),
+    )
     assert projector.num_tokens(17) == 5
 
 
@@ -268,7 +312,7 @@ def regnet_block(grid: torch.Tensor, weights: dict[str, torch.Tensor], name: str
     return F.silu(x + (grid if shortcut is None else norm(F.conv2d(grid, shortcut), "downsample")))
 
 
-def test_c_abstractor_is_what_the_paper_draws() -> None:
+def test_c_abstractor_is_what_the_paper_draws(parity: Parity) -> None:
     projector = CAbstractorProjector(CAbstractorProjectorConfig(**C_ABSTRACTOR), **SIZES)
     with torch.no_grad():
         for parameter in projector.parameters():  # norms are made as ones and zeros, under which mistakes could hide
@@ -280,7 +324,14 @@ def test_c_abstractor_is_what_the_paper_draws() -> None:
     grid = F.adaptive_avg_pool2d(grid, 3)
     grid = regnet_block(regnet_block(grid, weights, "net.2.b1"), weights, "net.2.b2")
     expected = projector.readout(grid.flatten(2).transpose(1, 2))
-    assert_same(projector(features), expected)  # measured 5e-7
+    made = projector(features)
+    own, theirs = input_gradients(made, projector), input_gradients(expected, projector)
+    parity(
+        "projector c_abstractor",
+        "formulas of RegNet and Honeybee, in the test",
+        forward=relative_error(made, expected),
+        gradient=gradient_error(own, theirs),
+    )
     assert projector.num_tokens(25) == 9
     with pytest.raises(ConfigError, match="positions for 25 patches, and an image has 16"):
         projector.num_tokens(16)

@@ -28,6 +28,7 @@ from lavis_ds.errors import CheckpointError, ConfigError, DataError
 from lavis_ds.models.language.qwen_vl_decoder import DeepStack
 from lavis_ds.models.qwen_vl import QwenVL
 from lavis_ds.models.skeleton import skeleton
+from tests.parity import Parity
 
 TEXT: dict[str, Any] = {
     "hidden_size": 32,
@@ -160,6 +161,12 @@ class Pair:
             by_dataset=(DatasetCounts("d"),),
         )
 
+    @torch.no_grad()
+    def target_logits(self, batch: Batch) -> torch.Tensor:
+        """Logits that predict a target, in the order of samples."""
+        hidden = self.ours.hidden_states(batch).flatten(0, 1)[batch.target_index]
+        return self.ours.language.logits(hidden)
+
     def reference(self, samples: list[dict[str, Any]], *, left: bool = False) -> dict[str, Any]:
         """The same, padded, as transformers' own processor would give it."""
         length = max(len(s["ids"]) for s in samples)
@@ -235,7 +242,7 @@ ROWS: dict[str, list[Row]] = {
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=list(ROWS))
 def test_loss_and_gradients_are_those_of_transformers(
-    pair: Callable[..., Pair], rows: list[Row], attention: str
+    parity: Parity, pair: Callable[..., Pair], rows: list[Row], attention: str
 ) -> None:
     both = pair(language={"attention": attention}, vision={"attention": attention})
     samples = [both.encode(row, seed) for seed, row in enumerate(rows)]
@@ -256,6 +263,34 @@ def test_loss_and_gradients_are_those_of_transformers(
         else:  # the blank picture: nothing of it in the loss, but the same collectives as on ranks with pictures
             assert name.startswith("vision.")
             assert not ours[name].any()
+    parity(
+        f"{both.arch}, padded",
+        f"`{type(both.theirs).__name__}`",
+        forward=error(both.target_logits(batch), output.logits[:, :-1][batch.labels[:, 1:] != IGNORE_INDEX].detach()),
+        loss=error(loss.detach() / batch.num_targets, output.loss.detach()),
+        gradient=max(error(ours[name], theirs[name]) for name in theirs),
+    )
+
+
+def test_packed_rows_are_those_of_transformers(parity: Parity, pair: Callable[..., Pair]) -> None:
+    """Its samples, which go through transformers as a padded batch."""
+    both = pair()
+    rows: list[Row] = [[3, "wide", 9], [12], [1, "tall", 2, "small", 6], ["small", 8]]
+    samples = [both.encode(row, seed) for seed, row in enumerate(rows)]
+    labels, packed = both.batch([[s] for s in samples]).labels, both.batch([samples])
+    output = both.theirs(**both.reference(samples), labels=labels)
+    output.loss.backward()
+    loss = both.ours(packed)[0] / packed.num_targets
+    loss.backward()
+    ours, theirs = gradients(both.ours), {both.name(n): g for n, g in gradients(both.theirs).items()}
+    assert ours.keys() == theirs.keys()
+    parity(
+        f"{both.arch}, packed",
+        f"`{type(both.theirs).__name__}`",
+        forward=error(both.target_logits(packed), output.logits[:, :-1][labels[:, 1:] != IGNORE_INDEX].detach()),
+        loss=error(loss.detach(), output.loss.detach()),
+        gradient=max(error(ours[name], theirs[name]) for name in theirs),
+    )
 
 
 def test_packed_rows_are_their_samples_alone(pair: Callable[..., Pair]) -> None:

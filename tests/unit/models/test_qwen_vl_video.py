@@ -34,6 +34,7 @@ from lavis_ds.data.processors.native import ImageNative
 from lavis_ds.data.tokenizer import train_tokenizer
 from lavis_ds.models.qwen_vl import QwenVL
 from lavis_ds.runners.build import text_context
+from tests.parity import Parity, gradient_error
 from tests.unit.models.test_qwen_vl import SHAPES, STATISTICS, error, gradients
 
 ARCHS = ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"]
@@ -197,7 +198,7 @@ BATCHES = {"video": ["video"], "video, text, picture": ["odd", "text", "picture"
 
 
 @pytest.mark.parametrize("names", BATCHES.values(), ids=list(BATCHES))
-def test_loss_and_gradients_are_those_of_transformers(house: House, names: list[str]) -> None:
+def test_loss_and_gradients_are_those_of_transformers(parity: Parity, house: House, names: list[str]) -> None:
     batch = house.batch([[sample] for sample in house.samples(names)])
     reference = house.reference(names)
     assert batch.input_ids.tolist() == reference["input_ids"].tolist()
@@ -212,6 +213,12 @@ def test_loss_and_gradients_are_those_of_transformers(house: House, names: list[
     for (name, gradient), (their_name, parameter) in zip(_named(ours), _named(theirs), strict=True):
         assert name == their_name
         assert error(gradient, parameter.grad) < 1e-5, name  # measured 2e-6
+    parity(
+        f"{house.arch}, videos, padded",
+        f"`{type(house.theirs).__name__}`",
+        loss=error(loss.detach() / batch.num_targets, expected.detach()),
+        gradient=gradient_error(dict(_named(ours)), {name: p.grad for name, p in theirs.items()}),
+    )
 
 
 def _named(tensors: dict[str, Any]) -> list[tuple[str, Any]]:
@@ -225,7 +232,7 @@ def _named(tensors: dict[str, Any]) -> list[tuple[str, Any]]:
     return sorted(renamed.items())
 
 
-def test_packed_rows_are_the_samples_of_transformers(house: House) -> None:
+def test_packed_rows_are_the_samples_of_transformers(parity: Parity, house: House) -> None:
     names = ["video", "picture", "text", "all", "odd"]
     samples = house.samples(names)
     total = torch.zeros(())
@@ -244,6 +251,12 @@ def test_packed_rows_are_the_samples_of_transformers(house: House) -> None:
         for (name, gradient), (their_name, expected) in zip(_named(gradients(house.ours)), _named(theirs), strict=True):
             assert name == their_name
             assert error(gradient, expected) < 1e-5, name  # measured 2e-6
+        parity(
+            f"{house.arch}, videos, packed",
+            f"`{type(house.theirs).__name__}`",
+            loss=error(loss.detach(), total),
+            gradient=gradient_error(dict(_named(gradients(house.ours))), theirs),
+        )
 
 
 @pytest.mark.parametrize("changed", ["images", "position_ids"])

@@ -89,7 +89,10 @@ def make_checkpoint() -> Callable[..., Path]:
         partial = checkpoint_files.begin(final)
         (partial / "optimizer" / "shard.pt").write_bytes(b"x" * 100)
         (partial / "train_state.json").write_text("{}")
-        checkpoint_files.finish(partial, final, {"engine": "torch"}, {}, checkpoint_files.Keep(keep_last, **keep))
+        files = checkpoint_files.contents(partial, checkpoint_files.written(partial))
+        checkpoint_files.finish(
+            partial, final, {"engine": "torch"}, {}, checkpoint_files.Keep(keep_last, **keep), files
+        )
         return final
 
     return make

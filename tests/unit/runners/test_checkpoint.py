@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,26 +12,35 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lavis_ds import distributed
+from lavis_ds.engines.fragments import Fragment, StoredFragments, restore
 from lavis_ds.errors import CheckpointError
-from lavis_ds.runners import checkpoint
+from lavis_ds.runners import checkpoint, checkpoint_files, checkpoint_writer
 from lavis_ds.runners.checkpoint_files import Keep, complete_ones, find
+from lavis_ds.runners.checkpoint_writer import CheckpointWriter
 from lavis_ds.runners.state import TrainState
 
 
 class Engine:
-    """Saves one tensor."""
+    """One parameter with one moment."""
 
     def __init__(self, value: float = 1.0, **layout: Any) -> None:
-        self.value = torch.tensor([value])
+        self.value, self.moment, self.clock = torch.tensor([value]), torch.tensor([10 * value]), {"step": 3.0}
         self.fresh: list[str] = []
         self.layout = {"engine": "torch", "precision": "bf16", "data_parallel_size": 1, **layout}
 
-    def save(self, folder: Path) -> None:
-        torch.save(self.value, folder / "value.pt")
+    def fragments(self) -> Iterator[Fragment]:
+        yield Fragment("value", 0, self.value.shape, self.value, {"exp_avg": self.moment}, self.clock)
 
-    def load(self, folder: Path, weights: Mapping[str, Tensor]) -> list[str]:
-        self.value = torch.load(folder / "value.pt", weights_only=True)
+    def scaler_state(self) -> dict[str, float]:
+        return {"cur_scale": 256.0}
+
+    def restore(
+        self, stored: StoredFragments, weights: Mapping[str, Tensor], scaler_state: dict[str, float]
+    ) -> list[str]:
+        restore(self.fragments(), stored, weights)
         assert torch.equal(weights["value"], self.value)
+        assert scaler_state == {"cur_scale": 256.0}
         return self.fresh
 
     def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -44,8 +54,15 @@ def state(step: int = 0) -> TrainState:
     return TrainState(step=step, dataset_sizes={"a": 3}, global_batch_size=2)
 
 
-def save(folder: Path, engine: Any, step: int) -> Path:
-    return checkpoint.save(folder, engine, state(step), "run: {}\n", Keep(2))
+def save(
+    folder: Path, engine: Any, step: int, data_state: dict[str, Any] | None = None, *, behind: bool = False
+) -> Path:
+    writer = CheckpointWriter(folder, engine, in_background=behind)
+    writer.begin(state(step), "run: {}\n", Keep(2), data_state or {})
+    assert writer.is_pending
+    path = writer.finish()
+    assert not writer.is_pending
+    return path
 
 
 def test_saved_and_loaded(tmp_path: Path) -> None:
@@ -55,7 +72,7 @@ def test_saved_and_loaded(tmp_path: Path) -> None:
     torch.rand(10)
     engine, restored = Engine(0.0), state()
     checkpoint.load(path, engine, restored)  # type: ignore[arg-type]
-    assert float(engine.value) == 5.0
+    assert (float(engine.value), float(engine.moment), engine.clock["step"]) == (5.0, 50.0, 3.0)
     assert restored.step == 4
     assert torch.equal(torch.rand(3), expected), "random numbers go on where they were"
     assert float(load_file(path / "weights" / "model.safetensors")["value"]) == 5.0
@@ -103,7 +120,7 @@ def test_parameters_that_did_not_train_are_named(tmp_path: Path) -> None:
 
 
 def test_a_stream_can_not_be_shared_out_anew(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, Engine(), state(4), "", Keep(2), {"lanes": {}})  # type: ignore[arg-type]
+    path = save(tmp_path, Engine(), 4, {"lanes": {}})
     assert checkpoint.load(path, Engine(), state()).data_state == {"lanes": {}}  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match=r"stream.*Given: 2 ranks.*Expected: 1.*data index"):
         checkpoint.load(path, Engine(data_parallel_size=2), state())  # type: ignore[arg-type]
@@ -128,12 +145,12 @@ def kill(*_: Any, **__: Any) -> Any:
 @pytest.mark.parametrize(
     "place",
     [
-        lambda m: m.setattr(Engine, "save", kill),
+        lambda m: m.setattr(Engine, "fragments", kill),
         lambda m: m.setattr(Engine, "full_tensors", kill),
         lambda m: m.setattr(torch, "save", kill),
-        lambda m: m.setattr(checkpoint.distributed, "gather_objects", kill),
-        lambda m: m.setattr(TrainState, "save", kill),
-        lambda m: m.setattr(checkpoint.checkpoint_files, "finish", kill),
+        lambda m: m.setattr(distributed, "gather_objects", kill),
+        lambda m: m.setattr(TrainState, "to_json", kill),
+        lambda m: m.setattr(checkpoint_files, "finish", kill),
     ],
     ids=["engine", "weights", "random state", "checksums", "train state", "finish"],
 )
@@ -149,4 +166,51 @@ def test_killed_while_saving_the_one_before_is_the_newest(
     assert find(tmp_path) == (before, [])
     after = save(tmp_path, Engine(3.0), 8)  # what was left there does not stand in the way
     assert find(tmp_path) == (after, [])
-    assert {p.name for p in (after / "optimizer").iterdir()} == {"value.pt"}
+    assert {p.name for p in (after / "optimizer").iterdir()} == {"rank_00000_00000.safetensors", "loss_scale.json"}
+
+
+def test_what_is_written_in_the_background_is_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_write = threading.Event()
+    write = checkpoint_writer.fragments.write
+    monkeypatch.setattr(
+        checkpoint_writer.fragments, "write", lambda *arguments: (may_write.wait(30), write(*arguments))[1]
+    )
+    engine = Engine(5.0)
+    writer = CheckpointWriter(tmp_path, engine, in_background=True)  # type: ignore[arg-type]
+    writer.begin(state(4), "", Keep(2), {})
+    assert writer.is_busy()
+    engine.value += 1  # training goes on
+    engine.moment += 1
+    torch.rand(3)
+    assert complete_ones(tmp_path) == []
+    may_write.set()
+    path = writer.finish()
+    assert not writer.is_busy()
+    restored = Engine(0.0)
+    checkpoint.load(path, restored, state())  # type: ignore[arg-type]
+    assert (float(restored.value), float(restored.moment)) == (5.0, 50.0)
+
+
+@pytest.mark.parametrize("behind", [False, True])
+def test_a_full_disk_is_one_error_and_the_one_before_stays(
+    behind: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = save(tmp_path, Engine(1.0), 4)
+    gathered = []
+
+    class Sharded(Engine):
+        def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+            for name in ("value", "other"):
+                gathered.append(name)
+                yield name, self.value
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_writer.fragments, "write", full)
+        with pytest.raises(CheckpointError, match=r"rank 0.*could not be written.*No space left.*make room"):
+            save(tmp_path, Sharded(2.0), 8, behind=behind)
+    assert gathered == ["value", "other"], "other ranks wait for this one in every gathering"
+    assert find(tmp_path) == (before, [])
+    assert find(tmp_path / save(tmp_path, Engine(3.0), 8).parent)[0] == tmp_path / "step_00000008"

@@ -13,7 +13,18 @@ import pytest
 
 from lavis_ds.errors import CheckpointError
 from lavis_ds.runners import checkpoint_files
-from lavis_ds.runners.checkpoint_files import Keep, begin, changed, complete_ones, find, finish, step_folder, verify
+from lavis_ds.runners.checkpoint_files import (
+    Keep,
+    begin,
+    changed,
+    complete_ones,
+    contents,
+    find,
+    finish,
+    step_folder,
+    verify,
+    written,
+)
 
 Make = Callable[..., Path]
 
@@ -47,7 +58,7 @@ def test_begun_checkpoint_is_none_yet(tmp_path: Path, make_checkpoint: Make) -> 
 def test_begin_clears_what_a_dead_run_left(tmp_path: Path) -> None:
     (begin(step_folder(tmp_path, 4)) / "optimizer" / "old_shard.pt").write_text("old")
     partial = begin(step_folder(tmp_path, 4))
-    assert sorted(p.name for p in partial.rglob("*")) == ["optimizer", "rng"]
+    assert sorted(p.name for p in partial.rglob("*")) == ["data", "optimizer", "rng"]
 
 
 def test_the_last_ones_are_kept(tmp_path: Path, make_checkpoint: Make) -> None:
@@ -184,7 +195,7 @@ def test_killed_at_any_moment_there_is_a_whole_checkpoint(
         with monkeypatch.context() as patch:
             log = dies_at(operation, patch)
             try:
-                finish(partial, step_folder(folder, 8), {}, {}, Keep(2))
+                finish(partial, step_folder(folder, 8), {}, {}, Keep(2), contents(partial, written(partial)))
             except Killed:
                 pass
             else:

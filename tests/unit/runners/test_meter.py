@@ -37,16 +37,16 @@ def test_counts_are_sums_over_ranks_in_one_collective(monkeypatch: pytest.Monkey
     def of_two_ranks(values: list[float]) -> list[float]:
         calls.append(list(values))
         return [
-            a + b for a, b in zip(values, [4, 8, 6, 5, 52, 1, 0, 2, 3, 5, 6], strict=True)
+            a + b for a, b in zip(values, [4, 8, 6, 5, 52, 1, 0, 1, 2, 3, 5, 6], strict=True)
         ]  # the other rank was asked to stop
 
     monkeypatch.setattr(meter.distributed, "sum_over_ranks", of_two_ranks)
     counts = GroupCounts(GROUP, stop=False, save=True)
     assert (counts.targets, counts.tokens, counts.samples) == (20, 30, 8)
-    assert (counts.stop, counts.save) == (True, True)
+    assert (counts.stop, counts.save, counts.is_writing) == (True, True, True)
     assert counts.padding_fraction == pytest.approx(0.7)
     assert (counts.divisor, counts.unusable, counts.dropped_turns, counts.by_dataset) == (10, 2, 3, {"d": (8, 30)})
-    assert calls == [[6, 12, 24, 3, 48, 0, 1, 0, 0, 3, 24]]
+    assert calls == [[6, 12, 24, 3, 48, 0, 1, 0, 0, 0, 3, 24]]
 
 
 def test_a_step_of_unusable_samples_only_divides_by_one() -> None:

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -319,10 +320,16 @@ def test_an_unknown_metric_for_the_best_is_named(make_runner: MakeRunner) -> Non
 
 def test_saving_by_the_clock(make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner("run.save_every=null", "run.save_every_minutes=1", "run.keep_last=9")
-    clock = iter(range(0, 10_000, 25))
-    monkeypatch.setattr(train_module.time, "monotonic", lambda: next(clock))
-    runner.saved_s = 0
+    now = [0.0]
+    monkeypatch.setattr(train_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    report_step = runner._report_step
+
+    def half_a_minute_later(*arguments: Any) -> None:
+        now[0] += 30
+        report_step(*arguments)
+
+    monkeypatch.setattr(runner, "_report_step", half_a_minute_later)
+    runner.saved_s = 0.0
     assert runner.run() == 0
     steps = [int(p.name[-2:]) for p in complete_ones(runner.job.checkpoints)]
-    assert 1 < len(steps) < 6
-    assert steps[-1] == 6
+    assert steps == [3, 6]  # at the beginning of step 3 a minute is over, at that of step 6 as well

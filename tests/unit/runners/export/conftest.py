@@ -109,7 +109,8 @@ def make_checkpoint(tmp_path: Path) -> Callable[..., Path]:
         tensors = [*saved_parameters(model), *persistent_buffers(model)]
         save_weights(((name, tensor.to(dtype)) for name, tensor in tensors), partial / "weights")
         (partial / "config.yaml").write_text(to_yaml(config))
-        checkpoint_files.finish(partial, final, {}, {}, checkpoint_files.Keep(1))
+        files = checkpoint_files.contents(partial, checkpoint_files.written(partial))
+        checkpoint_files.finish(partial, final, {}, {}, checkpoint_files.Keep(1), files)
         return tmp_path / "run"
 
     return make

@@ -82,15 +82,15 @@ def test_names_are_those_of_save_pretrained(tree: Tree, exported: Exported, tmp_
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
 def test_memory_is_one_file_and_a_little(tree: Tree, make_checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    tree["model"]["language"]["config"] |= {"intermediate_size": 8192, "hidden_size": 512, "num_hidden_layers": 6}
+    tree["model"]["language"]["config"] |= {"intermediate_size": 8192, "hidden_size": 512, "num_hidden_layers": 4}
     checkpoint = make_checkpoint(tree, blank=True) / "checkpoints" / "step_00000001"
     shard = 48 * 2**20
     command = [sys.executable, "-c", PEAK, str(checkpoint), str(tmp_path / "files"), str(shard)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     peak, total = map(int, done.stdout.split())
-    assert total > 300e6  # measured 305 MB
-    assert len(list((tmp_path / "files").glob("*.safetensors"))) > 6
+    assert total > 200e6  # measured 204 MB
+    assert len(list((tmp_path / "files").glob("*.safetensors"))) > 4
     assert peak < shard + 24 * 2**20  # measured 49 MiB; 97 MiB where two files are held at a time
 
 
@@ -111,7 +111,7 @@ def test_a_checkpoint_of_another_model(
     change(tensors)
     save_file(tensors, file)
     manifest = json.loads((checkpoint / "manifest.json").read_text())
-    manifest["files"]["weights/model.safetensors"] = file.stat().st_size
+    manifest["files"]["weights/model.safetensors"]["bytes"] = file.stat().st_size
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=message):
         export(str(checkpoint), str(tmp_path / "out"))

@@ -1,0 +1,169 @@
+"""Write checkpoints, all ranks together, at once or while training goes on. See `checkpoint_files` for the layout."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from torch import Tensor
+
+import lavis_ds
+from lavis_ds import distributed
+from lavis_ds.engines import fragments
+from lavis_ds.engines.base import Engine
+from lavis_ds.engines.fragments import Fragment
+from lavis_ds.errors import CheckpointError
+from lavis_ds.models.weights import save_weights
+from lavis_ds.runners import checkpoint_files
+from lavis_ds.runners.checkpoint_files import Content, Keep
+from lavis_ds.runners.state import TrainState
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What one rank writes.
+
+    Attributes:
+        fragments: its stretches of the optimizer.
+        weights: the whole weights by name; on all ranks but the main one they are only gone through.
+        texts: file name -> text.
+        rng: its random states.
+    """
+
+    fragments: Iterable[Fragment]
+    weights: Iterator[tuple[str, Tensor]]
+    texts: Mapping[str, str]
+    rng: Mapping[str, Tensor]
+
+    def on_host(self) -> _Content:
+        """Copies that later steps do not change."""
+        is_main = distributed.is_main()
+        weights = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.weights if is_main]
+        return _Content(fragments.on_host(self.fragments), iter(weights), self.texts, self.rng)
+
+    def write(self, folder: Path, rank: int) -> dict[str, Content]:
+        """Write the files of this rank; returns what they must hold from now on."""
+        try:
+            fragments.write(self.fragments, folder / "optimizer", rank)
+            save_weights(self.weights, folder / "weights", write=rank == 0)
+        finally:
+            for _ in self.weights:  # where gathering them needs all ranks, none may leave early
+                continue
+        torch.save(dict(self.rng), folder / checkpoint_files.rng_file(rank))
+        for name, text in self.texts.items():
+            (folder / name).write_text(text)
+        own = f"rank_{rank:05d}"
+        names = [
+            name for name in checkpoint_files.written(folder) if own in name or (rank == 0 and "rank_" not in name)
+        ]
+        return checkpoint_files.contents(folder, names)  # read again while the system has them in memory
+
+
+class CheckpointWriter:
+    """Checkpoints of one run, one at a time.
+
+    A checkpoint is written beside its final name and renamed when every rank is done, so that a run killed at any
+    moment leaves either the whole of it or nothing.
+
+    Args:
+        folder: they are made in here.
+        engine: what is saved.
+        in_background: go on training while files are written, from a copy in host memory.
+    """
+
+    def __init__(self, folder: Path, engine: Engine, *, in_background: bool) -> None:
+        self._folder, self._engine, self._in_background = folder, engine, in_background
+        self._final: Path | None = None
+        self._keep = Keep(1)
+        self._thread: threading.Thread | None = None
+        self._files: dict[str, Content] = {}
+        self._error: Exception | None = None
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a checkpoint was begun and not finished; the same on all ranks."""
+        return self._final is not None
+
+    def is_busy(self) -> bool:
+        """Whether this rank still writes."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, state: TrainState, config_yaml: str, keep: Keep, data_state: Mapping[str, Any]) -> None:
+        """Write this step's files, or start to. Called on all ranks; `finish` makes a checkpoint of them.
+
+        Args:
+            state: of the run.
+            config_yaml: the resolved configuration.
+            keep: which checkpoints stay once this one is complete.
+            data_state: what this rank's batches need to go on, where they need anything.
+        """
+        assert self._final is None, "the one before is not finished"
+        final = checkpoint_files.step_folder(self._folder, state.step)
+        partial = distributed.broadcast_object(checkpoint_files.begin(final) if distributed.is_main() else None)
+        assert partial is not None
+        self._final, self._keep, self._partial = final, keep, partial
+        content = self._content(state, config_yaml, data_state)
+        if self._in_background:
+            self._thread = threading.Thread(target=self._write, args=(content.on_host(),), daemon=True)
+            self._thread.start()
+        else:
+            self._write(content)
+
+    def finish(self) -> Path:
+        """Wait for the files of all ranks and make them a checkpoint. Called on all ranks. Returns its path.
+
+        Raises:
+            CheckpointError: a rank could not write; the checkpoint before stays the newest.
+        """
+        assert self._final is not None
+        if self._thread is not None:
+            self._thread.join()
+        final, error = self._final, None if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        self._final = self._thread = self._error = None
+        answers = distributed.gather_objects((error, self._files))
+        failed = [(rank, what) for rank, (what, _) in enumerate(answers) if what is not None]
+        if failed:
+            raise CheckpointError(
+                f"the checkpoint could not be written: {failed[0][1]}.",
+                where=f"{final}, rank {failed[0][0]}",
+                hint="The one before it is whole: make room, or mend the disk, and start again with --resume auto.",
+            )
+        if distributed.is_main():
+            files = {name: content for _, listed in answers for name, content in listed.items()}
+            checkpoint_files.finish(self._partial, final, self._engine.describe(), _versions(), self._keep, files)
+        distributed.barrier()
+        return final
+
+    def _content(self, state: TrainState, config_yaml: str, data_state: Mapping[str, Any]) -> _Content:
+        texts = {}
+        if data_state:
+            texts[checkpoint_files.data_file(distributed.global_rank())] = json.dumps(data_state) + "\n"
+        if distributed.is_main():
+            texts |= {"train_state.json": state.to_json(), "config.yaml": config_yaml}
+            if scaler_state := self._engine.scaler_state():
+                texts[f"optimizer/{checkpoint_files.LOSS_SCALE}"] = json.dumps(scaler_state) + "\n"
+        return _Content(self._engine.fragments(), self._engine.full_tensors(), texts, _rng_state())
+
+    def _write(self, content: _Content) -> None:
+        try:
+            self._files = content.write(self._partial, distributed.global_rank())
+        except (OSError, RuntimeError, SafetensorError) as error:  # told by `finish`, on all ranks together
+            self._error = error
+
+
+def _versions() -> dict[str, str]:
+    return {"lavis_ds": lavis_ds.__version__, "torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def _rng_state() -> dict[str, Tensor]:
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state

@@ -1,0 +1,95 @@
+"""Who is said to have stalled, and when the thread acts. Whole runs that stall are in tests/multi."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from lavis_ds.runners import watchdog
+from lavis_ds.runners.progress import Progress
+from lavis_ds.runners.watchdog import Answer, Watchdog, verdict
+
+FOLDER = Path("/runs/a/stalls/1")
+
+
+def answer(rank: int, moves: int, doing: str = "updating the weights", in_collective: bool = False) -> Answer:
+    return Answer(rank, f"host{rank}", 7, doing, moves, in_collective, (f"s{rank}", f"t{rank}"), f"stack of {rank}\n")
+
+
+def text(answers: Sequence[Answer], world_size: int) -> str:
+    return str(verdict(answers, world_size, 450, FOLDER))
+
+
+def test_the_rank_that_is_behind_is_named_with_its_samples_and_stack() -> None:
+    said = text([answer(0, 31), answer(1, 30, "micro-batch 1 of 2"), answer(2, 31)], 3)
+    assert said.startswith("step 7, rank 1 on host1: nothing moved for 450 s (micro-batch 1 of 2); the other ranks wait")
+    assert "samples s1, t1" in said
+    assert said.endswith("stack of 1")
+    assert str(FOLDER) in said
+    assert "run.stall_timeout_s" in said
+
+
+def test_at_the_same_place_it_is_the_rank_that_is_in_no_collective() -> None:
+    said = text([answer(0, 30, in_collective=True), answer(1, 30), answer(2, 30, in_collective=True)], 3)
+    assert said.startswith("step 7, rank 1 on host1: nothing moved")
+    assert "the other ranks wait for it" in said
+
+
+def test_a_rank_that_does_not_answer_is_the_one() -> None:
+    said = text([answer(0, 31), answer(2, 31)], 4)
+    assert said.startswith("step 7, rank 1, 3: nothing moved")
+    assert "did not even answer" in said
+    assert "s0" not in said
+    many = text([answer(0, 31)], 20)
+    assert "rank 1, 2, 3, 4, 5, 6, 7, 8 and 11 more" in many
+
+
+def test_all_ranks_at_one_place_and_a_single_rank() -> None:
+    assert text([answer(0, 31), answer(1, 31)], 2).startswith("step 7, all 2 ranks: nothing moved for 450 s (updating")
+    alone = text([answer(0, 31)], 1)
+    assert alone.startswith("step 7, rank 0: nothing moved")
+    assert "wait for it" not in alone
+
+
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    codes: list[int] = []
+
+    monkeypatch.setattr(watchdog.os, "_exit", codes.append)
+    return codes
+
+
+def test_thread_ends_a_process_that_stands_still(tmp_path: Path, exits: list[int], capfd: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
+    progress = Progress("starting")
+    with Watchdog(tmp_path, 0.2, progress):
+        progress.await_data(1)
+        time.sleep(0.5)
+        assert not exits, "the first step may take any time"
+        progress.await_data(2)
+        deadline = time.monotonic() + 20
+        while not exits and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert exits == [1]
+    said = capfd.readouterr().err
+    assert "error: step 2, rank 0: nothing moved for 0.2 s (waiting for data)" in said
+    (stacks,) = tmp_path.glob("*/rank_00000.txt")
+    assert "test_thread_ends_a_process_that_stands_still" in stacks.read_text()
+    assert '"doing": "waiting for data"' in stacks.read_text()
+
+
+def test_thread_leaves_a_run_alone_that_moves(tmp_path: Path, exits: list[int]) -> None:
+    progress = Progress("starting")
+    progress.await_data(1)
+    with Watchdog(tmp_path, 1.0, progress):
+        for step in range(2, 12):
+            progress.await_data(step)
+            time.sleep(0.12)
+        progress.aside("saving a checkpoint")
+        time.sleep(1.4)
+    assert not exits
+    assert not list(tmp_path.iterdir())
