@@ -213,7 +213,10 @@ def _guarded(arguments: Sequence[str] | None) -> int:
     except Exception as error:  # noqa: BLE001  (the last line of defence: the process must end, whatever it was)
         if _in_process_group() and _is_loss_of_a_rank(error):
             line = str(error).strip().splitlines()[0]
-            print(f"{_rank_prefix()}ended, since another rank did, whose error is the one to read ({line})", file=sys.stderr)
+            print(
+                f"{_rank_prefix()}ended, since another rank did, whose error is the one to read ({line})",
+                file=sys.stderr,
+            )
         else:
             print(f"{_rank_prefix()}{traceback.format_exc()}", file=sys.stderr)
         return 1

@@ -64,7 +64,7 @@ def merge_adapters(model: nn.Module) -> None:
     Raises:
         ConfigError: the weights are quantised, so that they can't be changed without loss.
     """
-    for name, layer in list(adapted_layers(model)):
+    for name, layer in reversed(list(adapted_layers(model))):  # one may carry another (two parameters of one module)
         if is_quantised(layer.get_base_layer()):
             raise ConfigError(
                 "adapters can't be merged into 4-bit weights.",

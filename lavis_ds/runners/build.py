@@ -19,6 +19,7 @@ from lavis_ds.data.processors.base import ImageProcessor, TextContext, TextProce
 from lavis_ds.data.stream import StreamLoader, StreamPlan
 from lavis_ds.engines.base import Engine
 from lavis_ds.engines.ds_config import BatchPlan
+from lavis_ds.errors import ConfigError
 from lavis_ds.models.base import Model
 from lavis_ds.optim.groups import param_groups
 from lavis_ds.optim.schedules import Schedule, ScheduleShape
@@ -103,6 +104,7 @@ def _text_processor(config: RootConfig, name: str, context: TextContext, trainin
 
 
 def collator(model: Model, data: EncodedDataset, *, padding_side: Literal["right", "left"] = "right") -> Collator:
+    _check_merge_sizes(model, data)
     tokenizer = model.tokenizer
     pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
     names = [source.name for source in data.sources]
@@ -115,6 +117,23 @@ def collator(model: Model, data: EncodedDataset, *, padding_side: Literal["right
         merge_size=model.merge_size,
         mrope=model.has_mrope,
     )
+
+
+def _check_merge_sizes(model: Model, data: EncodedDataset) -> None:
+    """Patches in squares of another size would be in another order, which nothing later can see.
+
+    Raises:
+        ConfigError: an image processor of native resolution has another merge_size than the model.
+    """
+    for source in data.sources:
+        merge_size = getattr(source.image_processor and source.image_processor.config, "merge_size", None)
+        if None not in (merge_size, model.merge_size) and merge_size != model.merge_size:
+            raise ConfigError(
+                "the image processor's squares of patches are not the model's.",
+                where=f"datasets.{source.name}.vis_processor.merge_size",
+                given=merge_size,
+                expected=str(model.merge_size),
+            )
 
 
 def train_datasets(config: RootConfig, splits: Mapping[str, Datasets]) -> Datasets:

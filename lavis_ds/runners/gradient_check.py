@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,7 +20,7 @@ class GradientCheck:
         trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         self._reached = {name: 0 for name, _ in trainable}
         self._changed = dict(self._reached)
-        self._hooks = [p.register_hook(partial(self._see, name)) for name, p in trainable]
+        self._hooks: list[Any] = [p.register_hook(partial(self._see, name)) for name, p in trainable]  # type: ignore[no-untyped-call]
 
     def finish(self, *, has_pictures: bool) -> list[str]:
         """Call on all ranks after the last backward pass of a step.

@@ -210,6 +210,7 @@ class TrainRunner:
     def _save(self) -> None:
         if self.saved_step == self.state.step:
             return
+        self.progress.aside("saving a checkpoint")
         if self.writer.is_pending:
             self._finish_save()
         run, state = self.run_config, self.state
@@ -220,6 +221,7 @@ class TrainRunner:
             self._finish_save()
 
     def _finish_save(self) -> None:
+        self.progress.aside("saving a checkpoint")
         path = self.writer.finish()
         self._watch(lambda observer: observer.on_checkpoint(checkpoint_files.step_of(path), path))
 

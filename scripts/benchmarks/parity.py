@@ -64,9 +64,15 @@ def table(rows: dict[Key, tuple[int, dict[str, float]]]) -> list[str]:
         "|---|---|---|---|---|---|---|",
     ]
     for (what, reference, test), (count, errors) in sorted(rows.items()):
-        numbers = " | ".join(f"{errors[name]:.1e}" if name in errors else "" for name in COLUMNS)
+        numbers = " | ".join(_number(errors.get(name)) for name in COLUMNS)
         lines.append(f"| {what} | {reference} | {count} | {numbers} | `{test}` |")
     return lines
+
+
+def _number(error: float | None) -> str:
+    if error is None:
+        return ""
+    return f"{error:.0e}" if error else "0"
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ from tests.tiny_project import make_project, metrics
 pytestmark = pytest.mark.gpu
 
 ENGINES = [*(f"zero{stage}" for stage in range(4)), "torch"]
+FP16 = ["zero0", "zero2", "zero3"]
+CHANGED = [("zero2", "zero3"), ("zero3", "zero1"), ("zero1", "zero0"), ("zero0", "zero2")]
 PACKED = ["torch", "zero3"]
 SECONDS = 400
 
@@ -56,6 +58,17 @@ def lines(project: Path) -> dict[str, list[dict[str, Any]]]:
             (f"resumed_{engine}", [*bf16, "run.stop_at_step=5"], None),
             (f"resumed_{engine}", bf16, "auto"),
         ]
+    for engine in FP16:
+        fp16 = options_of(engine, "fp16")
+        runs += [
+            (f"fp16_{engine}", fp16, None),
+            (f"fp16_resumed_{engine}", [*fp16, "run.stop_at_step=5"], None),
+            (f"fp16_resumed_{engine}", fp16, "auto"),
+        ]
+    for before, after in CHANGED:
+        job = f"{before}_to_{after}"
+        runs.append((job, [*options_of(before, "bf16"), "run.stop_at_step=5", "run.save_in_background=true"], None))
+        runs.append((job, options_of(after, "bf16"), "auto"))
     packed = "data.batching=packed"
     for engine in PACKED:
         runs += [
@@ -84,6 +97,20 @@ def test_stopped_and_resumed_goes_on_the_same_way(engine: str, lines: dict[str, 
     resumed, whole = lines[f"resumed_{engine}"], lines[f"bf16_{engine}"]
     assert [line["data/sample_ids"] for line in resumed] == [line["data/sample_ids"] for line in whole]
     assert losses(resumed) == pytest.approx(losses(whole), abs=1e-3)
+
+
+@pytest.mark.parametrize("engine", FP16)
+def test_fp16_goes_on_with_its_loss_scale(engine: str, lines: dict[str, list[dict[str, Any]]]) -> None:
+    whole = losses(lines[f"fp16_{engine}"])
+    assert whole == pytest.approx(losses(lines["fp32_torch"]), abs=0.5)  # first steps are skipped until the scale fits
+    assert losses(lines[f"fp16_resumed_{engine}"]) == pytest.approx(whole, abs=1e-3)
+
+
+@pytest.mark.parametrize(("before", "after"), CHANGED)
+def test_another_stage_goes_on(before: str, after: str, lines: dict[str, list[dict[str, Any]]]) -> None:
+    whole, changed = lines[f"bf16_{before}"], lines[f"{before}_to_{after}"]
+    assert [line["data/sample_ids"] for line in changed] == [line["data/sample_ids"] for line in whole]
+    assert losses(changed) == pytest.approx(losses(whole), abs=5e-3)
 
 
 @pytest.mark.parametrize("engine", PACKED)
@@ -124,6 +151,7 @@ def test_padded_batches_run_flash_attention(project: Path) -> None:
 @pytest.fixture(scope="module")
 def adapted(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """Metrics of runs with adapters: beside float32 weights, and beside 4-bit ones, also stopped and resumed."""
+    pytest.importorskip("bitsandbytes")
     project = make_project(tmp_path_factory.mktemp("adapted"), save_every=None, num_workers=0)
     lora = ["model.language.lora.r=4", "model.vision.lora.use_dora=true"]
     small = [*lora, "model.language.quantize=nf4"]

@@ -229,14 +229,14 @@ def launch(
         try:
             process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            _kill_marked(mark, signal.SIGABRT)  # faulthandler writes the stack of every thread
+            kill_marked(mark, signal.SIGABRT)  # faulthandler writes the stack of every thread
             time.sleep(0.5)
-            _kill_marked(mark, signal.SIGKILL)
+            kill_marked(mark, signal.SIGKILL)
             text = f"stdout:\n{_tail(_content(stdout))}\nstderr:\n{_tail(_content(stderr))}"
             what = f"still running after {timeout_s:.0f} s and killed: {' '.join(command)}"
             raise RanksFailed(f"{what}\n{text}") from None
         finally:
-            _kill_marked(mark, signal.SIGKILL)
+            kill_marked(mark, signal.SIGKILL)
             process.wait()
         return CompletedRun(process.returncode, _content(stdout), _content(stderr))
 
@@ -252,7 +252,7 @@ def _launcher_command(launcher: str, num_ranks: int, port: int) -> list[str]:
     return [sys.executable, "-m", "deepspeed.launcher.runner", *options]
 
 
-def _kill_marked(mark: str, with_signal: signal.Signals) -> None:
+def kill_marked(mark: str, with_signal: signal.Signals) -> None:
     """Signal every process of the run. Launchers give their ranks sessions of their own, so the group is not enough."""
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):

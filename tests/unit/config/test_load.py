@@ -81,7 +81,12 @@ def test_component_of_another_name_replaces_the_default_as_a_whole(value: Any, w
 @pytest.mark.parametrize("value", ["mlp", {"name": "mlp"}, {}])
 def test_component_of_the_same_name_keeps_the_default(value: Any, write: Write, small: Tree) -> None:
     small["model"]["projector"] = value
-    assert dumped(write, small)["model"]["projector"] == {"name": "mlp", "depth": 3, "merge_size": 2, "layer_norm": False}
+    assert dumped(write, small)["model"]["projector"] == {
+        "name": "mlp",
+        "depth": 3,
+        "merge_size": 2,
+        "layer_norm": False,
+    }
 
 
 def test_one_processor_for_both_replaces_a_default_pair(write: Write, small: Tree) -> None:

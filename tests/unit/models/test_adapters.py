@@ -78,6 +78,21 @@ def test_merged_adapters_compute_the_same(
     assert model.state_dict().keys() == build().state_dict().keys()
 
 
+def test_adapters_of_experts_are_merged(build: Callable[..., Vlm], make_batch: MakeBatch, vlm_tree: VlmTree) -> None:
+    config = {**vlm_tree()["language"]["config"], "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+    config["moe_intermediate_size"] = 16
+    lora = {"r": 2, "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]}
+    model = build(language={"config": config, "lora": lora}).eval()
+    bare = build(language={"config": config}).eval()
+    batch = make_batch(model.tokens_per_image)
+    assert torch.equal(model(batch)[0], bare(batch)[0])
+    before = randomised(model)(batch)[0].detach()
+    assert (before - bare(batch)[0]).abs() > 1e-4
+    merge_adapters(model)
+    torch.testing.assert_close(model(batch)[0].detach(), before, atol=1e-5, rtol=1e-6)
+    assert model.state_dict().keys() == bare.state_dict().keys()
+
+
 def test_all_linear_leaves_out_the_output_layer(build: Callable[..., Vlm]) -> None:
     names = adapted(build(language={"lora": {}}))
     assert len(names) == 2 * 7
