@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 from lavis_ds.errors import ConfigError, did_you_mean
 from lavis_ds.models.configs import LoraConfig
 from lavis_ds.models.parts import Part
-from lavis_ds.models.patterns import parameters_of
+from lavis_ds.models.patterns import is_adapter, parameters_of
 from lavis_ds.models.quantised import is_quantised
 
 ADAPTER = "default"
@@ -53,6 +53,8 @@ def add_adapters(part: Part, options: LoraConfig, where: str) -> None:
         text = " ".join(str(error).split())[:300]
         raise ConfigError(f"PEFT can't add these adapters: {text}.", where=where) from error
     for name, parameter in part.named_parameters():
+        if is_adapter(name):
+            parameter.data = parameter.data.float()  # PEFT gives them the format of the weights beside them
         if name.replace(".base_layer.", ".") in trained:
             parameter.requires_grad_(True)
     part.adapters_added()

@@ -8,10 +8,12 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, ClassVar, Self
 
+import torch
 from torch import Tensor, nn
 
 from lavis_ds.batch import Batch
 from lavis_ds.config.schema import ModelConfig, ParamGroupConfig
+from lavis_ds.errors import ConfigError
 from lavis_ds.models.configs import AdaptedConfig
 from lavis_ds.models.parts import Part
 from lavis_ds.models.patterns import parameters_of
@@ -91,10 +93,10 @@ class Model(nn.Module, ABC):
         return model.train()
 
     def adapt(self) -> None:
-        """Store parts in 4 bits and put adapters into them, as their options say.
+        """Store parts in other formats and put adapters into them, as their options say.
 
         Raises:
-            ConfigError: the adapters do not suit the part.
+            ConfigError: the adapters do not suit the part, or `dtype` is given for weights that train.
         """
         for name, part in self.parts().items():
             options: AdaptedConfig | None = getattr(self.config, name, None)
@@ -102,6 +104,15 @@ class Model(nn.Module, ABC):
                 continue
             if options.quantize is not None and reads_weights():
                 quantise(part, options.quantize, f"model.{name}.quantize")
+            if options.dtype is not None:
+                if options.lora is None and not is_frozen(part):
+                    raise ConfigError(
+                        "only weights that do not train have a number format of their own.",
+                        where=f"model.{name}.dtype",
+                        given=options.dtype,
+                        hint=f"Put {name} into model.freeze, or leave dtype out: run.precision says how it trains.",
+                    )
+                part.to(getattr(torch, options.dtype))
             if options.lora is not None:
                 from lavis_ds.models import adapters  # PEFT takes seconds to import
 
@@ -254,3 +265,8 @@ def matrix_elements(module: nn.Module) -> int:
         for parameter in child.parameters(recurse=False)
         if parameter.dim() > 1
     )
+
+
+def parameter_dtype(module: nn.Module) -> torch.dtype:
+    """Number format of the module's weights, which its inputs must have."""
+    return next(module.parameters()).dtype

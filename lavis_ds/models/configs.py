@@ -40,6 +40,11 @@ class LoraConfig(Config):
 class AdaptedConfig(Config):
     """Options of a part that can be trained through adapters."""
 
+    dtype: Literal["float32", "bfloat16"] | None = Field(
+        None,
+        description="number format of the part's weights where they are frozen and the run's precision would keep float32 "
+        "(fp32, or bf16 with run.engine=torch)",
+    )
     lora: LoraConfig | None = Field(None, description="train low-rank adapters in place of the weights")
     quantize: Literal["nf4", "fp4"] | None = Field(
         None, description="store the frozen weights of linear layers in 4 bits (QLoRA); needs `lora` to train"

@@ -14,7 +14,7 @@ from torch import Tensor
 from lavis_ds import registry
 from lavis_ds.batch import Batch
 from lavis_ds.errors import ConfigError, DataError
-from lavis_ds.models.base import Work, active_elements, is_frozen
+from lavis_ds.models.base import Work, active_elements, is_frozen, parameter_dtype
 from lavis_ds.models.configs import VlmConfig
 from lavis_ds.models.next_token import NextTokenModel
 from lavis_ds.models.parts import LanguageModel, NativeVisionEncoder, Projector, VisionEncoder
@@ -74,7 +74,7 @@ class Vlm(NextTokenModel):
         """Pixels -> tokens (N, Q, D)."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_frozen(self.vision)):
             features_NPDv = self.vision(images_N3HW)
-        tokens_NQD: Tensor = self.projector(features_NPDv)
+        tokens_NQD: Tensor = self.projector(features_NPDv.to(parameter_dtype(self.projector)))
         return tokens_NQD
 
     def encode_patches(self, patches_PE: Tensor, grids_N3: Tensor) -> Tensor:
@@ -86,7 +86,9 @@ class Vlm(NextTokenModel):
         assert size is not None, "checked when the model was built"
         with torch.set_grad_enabled(torch.is_grad_enabled() and not is_frozen(self.vision)):
             features_PDv = self.vision(patches_PE, grids_N3, size)
-        tokens_Q1D: Tensor = self.projector(features_PDv.view(-1, size**2, features_PDv.shape[-1]))
+        tokens_Q1D: Tensor = self.projector(
+            features_PDv.view(-1, size**2, features_PDv.shape[-1]).to(parameter_dtype(self.projector))
+        )
         return tokens_Q1D
 
     def embed_batch(self, batch: Batch) -> Tensor:

@@ -64,8 +64,8 @@ def kind_of(error: BaseException) -> Kind | None:
 def _explanation(
     error: Exception, kind: Kind, config: RootConfig, plan: ds_config.BatchPlan | None, place: Place
 ) -> MemoryExhaustedError:
-    steps = place.doing if not place.step else f"{place.doing}, {'the first step' if place.is_first_step else 'step'} "
-    where = f"{steps}{place.step}" if place.step else place.doing
+    first = " (the first since the start)" if place.is_first_step and place.shape else ""
+    where = f"{place.doing}, step {place.step}{first}" if place.step else place.doing
     lines = str(error).strip().splitlines() or [type(error).__name__]
     batch = f"a batch of {place.shape}; " if place.shape else ""
     found = advice(config, plan, kind, place)

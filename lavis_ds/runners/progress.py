@@ -65,9 +65,9 @@ class Progress:
     def update_weights(self) -> None:
         self._move("updating the weights", self.place.step, self.place.samples, self.place.shape)
 
-    def aside(self, doing: str) -> None:
-        """Something other than a step, which takes as long as it takes."""
-        self._move(doing, self.place.step, may_stall=False)
+    def aside(self, doing: str, step: int) -> None:
+        """Something other than a step, after `step` of them, which takes as long as it takes."""
+        self._move(doing, step, may_stall=False)
 
     def _move(
         self, doing: str, step: int, samples: tuple[str, ...] = (), shape: str = "", may_stall: bool = True

@@ -210,7 +210,7 @@ class TrainRunner:
     def _save(self) -> None:
         if self.saved_step == self.state.step:
             return
-        self.progress.aside("saving a checkpoint")
+        self.progress.aside("saving a checkpoint", self.state.step)
         if self.writer.is_pending:
             self._finish_save()
         run, state = self.run_config, self.state
@@ -221,7 +221,7 @@ class TrainRunner:
             self._finish_save()
 
     def _finish_save(self) -> None:
-        self.progress.aside("saving a checkpoint")
+        self.progress.aside("saving a checkpoint", self.state.step)
         path = self.writer.finish()
         self._watch(lambda observer: observer.on_checkpoint(checkpoint_files.step_of(path), path))
 
@@ -234,7 +234,7 @@ class TrainRunner:
         """Returns whether the metric `keep_best` is the best so far."""
         is_best = False
         for split in splits:
-            self.progress.aside(f"evaluating {split}")
+            self.progress.aside(f"evaluating {split}", self.state.step)
             result = evaluate(
                 self.config,
                 self.model,

@@ -50,7 +50,9 @@ def test_a_machine_that_dies_and_comes_back_costs_the_steps_since_the_checkpoint
         script = [TRAIN, "--cfg", str(project), "--job-id", "broken", "--resume", "auto", *options]
 
         def start(machine: machines.Machine) -> subprocess.Popen[bytes]:
-            launcher = ["-m", "torch.distributed.run", *rendezvous, "--local-addr", machine.address]
+            # By themselves, torchrun's agents find out who is the host by its name, which the two share here.
+            own = ["--local-addr", machine.address, "--rdzv-conf", f"is_host={int(machine is first)}"]
+            launcher = ["-m", "torch.distributed.run", *rendezvous, *own]
             return machine.start([*launcher, *script], tmp_path / f"{machine.name}.log")
 
         started = [start(first), start(second)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -30,7 +30,7 @@ def shown(title: str) -> str:
 
 
 @pytest.fixture(autouse=True)
-def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """The page's module; what it registers is forgotten afterwards."""
     for kind in (registry.projectors, registry.vision_encoders):
         monkeypatch.setattr(kind, "_entries", dict(kind._entries))
@@ -43,7 +43,7 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTyp
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
-    yield module
+    return module
 
 
 @pytest.mark.parametrize("vision", [None, TINY_CNN], ids=["projector", "both"])

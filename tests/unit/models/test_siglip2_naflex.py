@@ -129,7 +129,7 @@ def test_final_norm_is_the_last_hidden_state(folder: tuple[str, Siglip2VisionMod
     (image,) = pictures(SIZES[:1])
     expected = tower(**reference_inputs(image)).last_hidden_state[0, :-4]
     features = make(path=path, final_norm=True)(*patches_of([image], 1), 1)
-    torch.testing.assert_close(features, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(features, expected, atol=1e-5, rtol=1e-5)  # measured 3e-6
 
 
 def test_patches_that_do_not_fill_their_grids() -> None:
@@ -212,9 +212,9 @@ def test_packed_pictures_of_any_size_have_the_loss_of_each_alone(make_vlm: MakeV
     assert packed.position_ids.dim() == 2  # no positions in time, height and width
     assert packed.image_index.numel() == (12 + 12 + 32 + 4) // merge**2
     loss = sum(model(batch)[0] for batch in alone)
-    torch.testing.assert_close(model(packed)[0], loss, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model(packed)[0], loss, atol=1e-5, rtol=1e-6)  # measured 8e-6 of 60
     padded = batch_of(model, [[0], [1], [3], []])
-    torch.testing.assert_close(model(padded)[0], loss, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(model(padded)[0], loss, atol=1e-5, rtol=1e-6)  # measured 8e-6
     model(packed)[0].backward()
     assert [n for n, p in model.named_parameters() if p.grad is None] == []
 
@@ -225,7 +225,7 @@ def test_squares_become_tokens_as_a_fixed_size_grid_does(make_vlm: MakeVlm) -> N
     (image,) = pictures([(32, 32)])
     tokens = model.encode_patches(*patches_of([image], 2))
     whole = model.vision(*patches_of([image], 1), 1)
-    torch.testing.assert_close(tokens[:, 0], model.projector(whole[None])[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(tokens[:, 0], model.projector(whole[None])[0], atol=1e-6, rtol=0)  # measured 0
 
 
 def test_text_alone_has_the_same_graph_and_a_blank_picture(make_vlm: MakeVlm) -> None:

@@ -55,7 +55,7 @@ def test_a_place_names_step_samples_and_shape() -> None:
 def test_the_first_step_evaluation_and_saving_take_as_long_as_they_take() -> None:
     progress = Progress("starting")
     assert not progress.place.may_stall
-    progress.aside("evaluating val")
+    progress.aside("evaluating val", 4)
     one_step(progress, 5)
     assert progress.place.is_first_step
     assert not progress.place.may_stall
@@ -64,7 +64,7 @@ def test_the_first_step_evaluation_and_saving_take_as_long_as_they_take() -> Non
     progress.await_data(6)
     assert progress.place.may_stall
     assert not progress.place.is_first_step
-    progress.aside("saving a checkpoint")
+    progress.aside("saving a checkpoint", 6)
     assert (progress.place.doing, progress.place.may_stall) == ("saving a checkpoint", False)
     one_step(progress, 7)
     assert progress.place.may_stall

@@ -89,7 +89,7 @@ def test_thread_leaves_a_run_alone_that_moves(tmp_path: Path, exits: list[int]) 
         for step in range(2, 12):
             progress.await_data(step)
             time.sleep(0.12)
-        progress.aside("saving a checkpoint")
+        progress.aside("saving a checkpoint", 6)
         time.sleep(1.4)
     assert not exits
     assert not list(tmp_path.iterdir())
