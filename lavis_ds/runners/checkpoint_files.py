@@ -44,6 +44,21 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
+def check_space(folder: Path, needed_bytes: int) -> None:
+    """Raises:
+    CheckpointError: the disk has no room for a checkpoint of this size.
+    """
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes:
+        raise CheckpointError(
+            "there is no room for a checkpoint.",
+            where=str(folder),
+            given=f"{free / 2**30:.1f} GiB free",
+            expected=f"about {needed_bytes / 2**30:.1f} GiB",
+            hint="Make room, lower run.keep_last, or choose another run.output_dir. Nothing was written or removed.",
+        )
+
+
 def rng_file(global_rank: int) -> str:
     """Name of a rank's random states in a checkpoint."""
     return f"rng/rank_{global_rank:05d}.pt"

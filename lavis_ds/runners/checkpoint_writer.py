@@ -76,10 +76,16 @@ class CheckpointWriter:
         folder: they are made in here.
         engine: what is saved.
         in_background: go on training while files are written, from a copy in host memory.
+        size_bytes: of a checkpoint, about.
+
+    Raises:
+        CheckpointError: the disk has no room for one.
     """
 
-    def __init__(self, folder: Path, engine: Engine, *, in_background: bool) -> None:
+    def __init__(self, folder: Path, engine: Engine, *, in_background: bool, size_bytes: int = 0) -> None:
         self._folder, self._engine, self._in_background = folder, engine, in_background
+        self._size_bytes = size_bytes
+        self._check_space()
         self._final: Path | None = None
         self._keep = Keep(1)
         self._thread: threading.Thread | None = None
@@ -103,8 +109,12 @@ class CheckpointWriter:
             config_yaml: the resolved configuration.
             keep: which checkpoints stay once this one is complete.
             data_state: what this rank's batches need to go on, where they need anything.
+
+        Raises:
+            CheckpointError: the disk has no room for it.
         """
         assert self._final is None, "the one before is not finished"
+        self._check_space()
         final = checkpoint_files.step_folder(self._folder, state.step)
         partial = distributed.broadcast_object(checkpoint_files.begin(final) if distributed.is_main() else None)
         assert partial is not None
@@ -140,6 +150,17 @@ class CheckpointWriter:
             checkpoint_files.finish(self._partial, final, self._engine.describe(), _versions(), self._keep, files)
         distributed.barrier()
         return final
+
+    def _check_space(self) -> None:
+        """On all ranks: all raise, or none."""
+        error = None
+        if distributed.is_main():
+            try:
+                checkpoint_files.check_space(self._folder, self._size_bytes)
+            except CheckpointError as found:
+                error = found
+        if (refused := distributed.broadcast_object(error)) is not None:
+            raise refused
 
     def _content(self, state: TrainState, config_yaml: str, data_state: Mapping[str, Any]) -> _Content:
         texts = {}

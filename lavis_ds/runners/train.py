@@ -13,7 +13,7 @@ from lavis_ds.batch import Batch
 from lavis_ds.config.load import to_yaml
 from lavis_ds.config.schema import Interval, RootConfig
 from lavis_ds.errors import ConfigError, NonFiniteError
-from lavis_ds.optim.groups import param_groups, parameter_table
+from lavis_ds.optim.groups import PartRow, param_groups, parameter_table
 from lavis_ds.runners import build, checkpoint, checkpoint_files, environment, observers, out_of_memory, step_plan
 from lavis_ds.runners.checkpoint_files import Keep
 from lavis_ds.runners.checkpoint_writer import CheckpointWriter
@@ -72,7 +72,9 @@ class TrainRunner:
         self.quarantine = Quarantine(
             job.folder, self.state.step, sum(self.train_data.sizes), config.data.max_bad_fraction
         )
-        self.writer = CheckpointWriter(job.checkpoints, self.engine, in_background=self.run_config.save_in_background)
+        in_background = self.run_config.save_in_background
+        size = _checkpoint_bytes(self.parts, self.run_config.precision)
+        self.writer = CheckpointWriter(job.checkpoints, self.engine, in_background=in_background, size_bytes=size)
         self.saved_step, self.saved_s = self.state.step if job.resume_from is not None else -1, time.monotonic()
 
     def _build_data(self) -> None:
@@ -312,3 +314,9 @@ class TrainRunner:
 
 def _is_due(interval: Interval | None, step: int, crossed_epoch: bool) -> bool:
     return crossed_epoch if interval == "epoch" else interval is not None and step % interval == 0
+
+
+def _checkpoint_bytes(parts: Sequence[PartRow], precision: str) -> int:
+    """Weights in the run's precision, two moments in float32, and a float32 master where the weights are none."""
+    a_weight, a_master = (4, 0) if precision == "fp32" else (2, 4)
+    return sum(row.parameters * a_weight + row.trainable * (8 + a_master) for row in parts)

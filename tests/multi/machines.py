@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,9 +31,9 @@ class Machine:
     interface: str
     mark: str = field(default_factory=lambda: uuid.uuid4().hex)
 
-    def start(self, args: Sequence[str], output: Path) -> subprocess.Popen[bytes]:
+    def start(self, args: Sequence[str], output: Path, env: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """Start a Python script or module on this machine; standard output and error are appended to a file."""
-        own = {RUN_MARK: self.mark, "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": self.interface, **CPU_ONLY}
+        own = {**env, RUN_MARK: self.mark, "PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": self.interface, **CPU_ONLY}
         command = ["ip", "netns", "exec", self.name, sys.executable, *args]
         with output.open("ab") as file:
             return subprocess.Popen(

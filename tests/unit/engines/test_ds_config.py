@@ -384,6 +384,23 @@ def test_preset_must_be_a_name() -> None:
         load({"preset": 3})
 
 
+@pytest.mark.parametrize(
+    ("level", "settings", "expected"),
+    [
+        ("warning", {}, "warning"),
+        ("error", {"wall_clock_breakdown": True, "flops_profiler": {"enabled": True}}, "error"),  # these just print
+        ("warning", {"comms_logger": {"enabled": True, "verbose": True}}, "info"),
+        ("error", {"memory_breakdown": True}, "info"),
+        ("debug", {"dump_state": True}, "debug"),
+    ],
+)
+def test_deepspeed_speaks_loud_enough_for_what_was_asked_of_it(
+    level: str, settings: dict[str, Any], expected: str
+) -> None:
+    run = make_run(log_level=level, deepspeed_config=settings)
+    assert ds_config.log_level(run, derive(run, batch_plan(run, 1), data_parallel_size=1)) == expected
+
+
 # Against DeepSpeed itself
 
 

@@ -337,6 +337,22 @@ def test_c_abstractor_is_what_the_paper_draws(parity: Parity) -> None:
         projector.num_tokens(16)
 
 
+@pytest.mark.parametrize("name", ["perceiver", "c_abstractor", "average_pool", "mlp"])
+def test_projectors_run_in_bf16(name: str) -> None:
+    projector = {
+        "perceiver": lambda: PerceiverProjector(PerceiverProjectorConfig(**PERCEIVER), **SIZES),
+        "c_abstractor": lambda: CAbstractorProjector(CAbstractorProjectorConfig(**C_ABSTRACTOR), **SIZES),
+        "average_pool": lambda: AveragePoolProjector(AveragePoolProjectorConfig(grid_size=3), **SIZES),
+        "mlp": lambda: MLPProjector(MLPProjectorConfig(merge_size=5, layer_norm=True), **SIZES),
+    }[name]()
+    features = torch.randn(2, 25, 24)
+    expected = projector(features)
+    tokens = projector.to(torch.bfloat16)(features.bfloat16())
+    error = (tokens.float() - expected).abs().mean() / expected.abs().mean()
+    assert tokens.dtype == torch.bfloat16
+    assert error < 0.05, error
+
+
 def test_c_abstractor_gradients() -> None:
     projector = CAbstractorProjector(CAbstractorProjectorConfig(**C_ABSTRACTOR), **SIZES)
     projector(torch.randn(2, 25, 24)).square().sum().backward()

@@ -132,6 +132,24 @@ def test_final_norm_is_the_last_hidden_state(folder: tuple[str, Siglip2VisionMod
     torch.testing.assert_close(features, expected, atol=1e-5, rtol=1e-5)  # measured 3e-6
 
 
+def test_it_runs_in_bf16() -> None:
+    encoder = make(config=VISION["config"])
+    patches, grids = patches_of(pictures(SIZES), 2)
+    expected = encoder(patches, grids, 2)
+    features = encoder.to(torch.bfloat16)(patches, grids, 2)
+    assert (features.dtype, encoder.pixels.mean.dtype) == (torch.bfloat16, torch.float32)
+    error = (features.float() - expected).abs().mean() / expected.abs().mean()
+    assert error < 0.05, error
+
+
+def test_recomputing_changes_nothing() -> None:
+    encoders = [make(config=VISION["config"], gradient_checkpointing=on).train() for on in (False, True)]
+    encoders[1].load_state_dict(encoders[0].state_dict())
+    inputs = patches_of(pictures(SIZES), 1)
+    ours, theirs = (input_gradients(encoder(*inputs, 1), encoder) for encoder in encoders)
+    assert gradient_error(ours, theirs) < 1e-6
+
+
 def test_patches_that_do_not_fill_their_grids() -> None:
     encoder = make(config=VISION["config"])
     patches, grids = patches_of(pictures(SIZES[:1]), 2)

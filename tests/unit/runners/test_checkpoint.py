@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -214,3 +215,19 @@ def test_a_full_disk_is_one_error_and_the_one_before_stays(
     assert gathered == ["value", "other"], "other ranks wait for this one in every gathering"
     assert find(tmp_path) == (before, [])
     assert find(tmp_path / save(tmp_path, Engine(3.0), 8).parent)[0] == tmp_path / "step_00000008"
+
+
+def test_a_disk_without_room_is_told_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    writer = CheckpointWriter(tmp_path, Engine(), in_background=False, size_bytes=2**31)  # type: ignore[arg-type]
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**30))
+    for refused in (
+        lambda: writer.begin(state(4), "", Keep(2), {}),
+        lambda: CheckpointWriter(tmp_path, Engine(), in_background=False, size_bytes=2**31),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(CheckpointError, match=r"no room.*1\.0 GiB free.*about 2\.0 GiB.*keep_last"):
+            refused()
+    assert list(tmp_path.iterdir()) == []
+    assert not writer.is_pending

@@ -333,3 +333,10 @@ def test_saving_by_the_clock(make_runner: MakeRunner, monkeypatch: pytest.Monkey
     assert runner.run() == 0
     steps = [int(p.name[-2:]) for p in complete_ones(runner.job.checkpoints)]
     assert steps == [3, 6]  # at the beginning of step 3 a minute is over, at that of step 6 as well
+
+
+def test_the_size_of_a_checkpoint_is_known_beforehand(tiny_run: TinyRun, make_runner: MakeRunner) -> None:
+    runner = make_runner()
+    files = verify(tiny_run.folder / "checkpoints" / "step_00000006")["files"]
+    actual = sum(content["bytes"] for content in files.values())
+    assert runner.writer._size_bytes == pytest.approx(actual, rel=0.1)
