@@ -277,7 +277,7 @@ class RunConfig(Config):
         "quarters of dist_timeout_s where left out",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        "warning", description="what DeepSpeed, transformers and PyTorch print about themselves"
+        "warning", description="how much DeepSpeed and transformers say"
     )
     deepspeed_config: dict[str, Any] | PresetName | LocalPath = Field(
         default_factory=dict,

@@ -42,8 +42,8 @@ class AdaptedConfig(Config):
 
     dtype: Literal["float32", "bfloat16"] | None = Field(
         None,
-        description="number format of the part's weights where they are frozen and the run's precision would keep float32 "
-        "(fp32, or bf16 with run.engine=torch)",
+        description="number format of the part's weights where they are frozen and the run would keep float32: with "
+        "precision fp32, or bf16 and engine torch",
     )
     lora: LoraConfig | None = Field(None, description="train low-rank adapters in place of the weights")
     quantize: Literal["nf4", "fp4"] | None = Field(
@@ -232,6 +232,9 @@ class HFCausalLMConfig(LanguageModelConfig):
     attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
         "auto", description="attention kernel; auto is sdpa"
     )
+    loss_chunk_gib: float = Field(
+        4.0, gt=0, description="memory for logits in training, in GiB: the loss is made of so many targets at a time"
+    )
     experts: Literal["auto", "grouped", "eager"] = Field(
         "auto", description="how experts run: grouped into one product, or one after the other; auto is grouped"
     )
@@ -288,6 +291,9 @@ class QwenVLLanguageConfig(QwenVLVisionConfig):
     """Options of Qwen-VL's language model, whose shape the whole model gives."""
 
     tokenizer: str | None = Field(None, description="hub id or folder of the tokenizer; that of `path` where left out")
+    loss_chunk_gib: float = Field(
+        4.0, gt=0, description="memory for logits in training, in GiB: the loss is made of so many targets at a time"
+    )
     experts: Literal["auto", "grouped", "eager"] = Field(
         "auto", description="how experts run: grouped into one product, or one after the other; auto is grouped"
     )

@@ -16,7 +16,7 @@ from lavis_ds.config.schema import ParamGroupConfig
 from lavis_ds.errors import ConfigError
 from lavis_ds.models.base import Model, StepSettings, is_frozen
 from lavis_ds.models.conversion.source import open_weights
-from lavis_ds.models.loss import sum_by_dataset, token_losses
+from lavis_ds.models.loss import sum_by_dataset
 from lavis_ds.models.moe.balancer import Balancer
 from lavis_ds.models.moe.configs import MoEConfig
 from lavis_ds.models.moe.load import Load
@@ -75,12 +75,8 @@ class NextTokenModel(Model):
     def _outputs(self, hidden_BTD: Tensor, batch: Batch) -> tuple[Tensor, ...]:
         hidden_KD = hidden_BTD.flatten(0, 1)[batch.target_index]
         labels_K = batch.labels.flatten()[batch.target_index + 1]
-        logits_KV = self.language.logits(hidden_KD)
-        num_correct = (logits_KV.detach().argmax(-1) == labels_K).sum().float()  # an ignored label is never an argmax
-        losses_K = token_losses(logits_KV, labels_K)
-        if batch.target_weights is not None:
-            losses_K = losses_K * batch.target_weights
-        return losses_K.sum(), num_correct, sum_by_dataset(losses_K, batch)
+        found = self.language.losses(hidden_KD, labels_K, batch.target_weights)
+        return found.total, found.right.sum().float(), sum_by_dataset(found.each, batch)
 
     # --- experts ---------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lavis_ds.errors import ConfigError
 from lavis_ds.models.configs import LanguageModelConfig, ProjectorConfig, VisionEncoderConfig
+from lavis_ds.models.loss import TargetLosses, target_losses
 from lavis_ds.models.moe.configs import MoEConfig
 
 
@@ -196,6 +197,10 @@ class LanguageModel(Part, ABC):
     @abstractmethod
     def logits(self, hidden_KDl: Tensor) -> Tensor:
         """Hidden states of K chosen positions -> logits (K, V)."""
+
+    def losses(self, hidden_KDl: Tensor, labels_K: Tensor, weights_K: Tensor | None = None) -> TargetLosses:
+        """Losses of K chosen positions, each times its weight. Here from whole logits."""
+        return target_losses(self.logits(hidden_KDl), labels_K, weights_K)
 
     @abstractmethod
     def generate(self, embeds_BTDl: Tensor, attention_mask_BT: Tensor, **options: Any) -> Tensor:

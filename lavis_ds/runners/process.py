@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import warnings
@@ -15,7 +14,6 @@ def prepare(log_level: str = "warning") -> None:
         log_level: debug, info, warning or error; DeepSpeed's logger gets it later, since importing it resets it.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", log_level)  # read where it is first imported
-    logging.getLogger("torch").setLevel(log_level.upper())
     # DeepSpeed compiles with the `ninja` beside this interpreter, also where its environment isn't activated.
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # loader processes are forks; a warning each otherwise

@@ -13,7 +13,9 @@ from lavis_ds import registry
 from lavis_ds.errors import ConfigError
 from lavis_ds.models import hub
 from lavis_ds.models.configs import HFCausalLMConfig
+from lavis_ds.models.language.output_layer import OutputLayer
 from lavis_ds.models.language.segments import attention_mask
+from lavis_ds.models.loss import TargetLosses
 from lavis_ds.models.moe.configs import MoEConfig
 from lavis_ds.models.moe.experts import choose_experts, own_coefficient
 from lavis_ds.models.moe.upcycle import upcycle
@@ -55,6 +57,7 @@ class HFCausalLM(LanguageModel):
 
     def _set_up(self) -> None:
         self.balance_coefficient = own_coefficient(self.lm.config)
+        OutputLayer.of(self.lm.get_output_embeddings(), int(self._config.loss_chunk_gib * 2**30))
         if self._config.gradient_checkpointing:
             self.lm.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -78,6 +81,13 @@ class HFCausalLM(LanguageModel):
     def logits(self, hidden_KDl: Tensor) -> Tensor:
         logits_KV: Tensor = self.lm.get_output_embeddings()(hidden_KDl)
         return logits_KV
+
+    def losses(self, hidden_KDl: Tensor, labels_K: Tensor, weights_K: Tensor | None = None) -> TargetLosses:
+        """As in the base class, but a few logits at a time; an output layer with adapters makes whole ones."""
+        head = self.lm.get_output_embeddings()
+        if not isinstance(head, OutputLayer):
+            return super().losses(hidden_KDl, labels_K, weights_K)
+        return TargetLosses(*head(hidden_KDl, labels=labels_K, weights=weights_K))
 
     @torch.no_grad()
     def generate(self, embeds_BTDl: Tensor, attention_mask_BT: Tensor, **options: Any) -> Tensor:

@@ -13,6 +13,7 @@ from torch import Tensor
 from lavis_ds.errors import DataError
 from lavis_ds.models.configs import QwenVLLanguageConfig
 from lavis_ds.models.language.hf_causal_lm import HFCausalLM
+from lavis_ds.models.language.output_layer import OutputLayer
 from lavis_ds.models.moe.configs import MoEConfig
 from lavis_ds.models.moe.experts import own_coefficient
 from lavis_ds.models.parts import LanguageModel
@@ -81,6 +82,7 @@ class QwenVLDecoder(HFCausalLM):
         self._check()
         self._config: Any = config
         self.balance_coefficient = own_coefficient(text)
+        OutputLayer.of(self.lm_head, int(config.loss_chunk_gib * 2**30))
         if config.gradient_checkpointing:
             self.decoder.gradient_checkpointing_enable({"use_reentrant": False})
 
@@ -131,8 +133,8 @@ class QwenVLDecoder(HFCausalLM):
         **options: Any,
     ) -> Tensor:
         """As `generate`, with positions of the prompts, and features for the first layers."""
-        # A token after a picture comes after its largest position; transformers counts on from the last one's. Positions
-        # along time don't count: steps of a video that lie far apart run ahead of the text behind it.
+        # A token after a picture comes after its largest position; transformers counts on from the last one's.
+        # Positions along time don't count: steps of a video that lie far apart run ahead of the text behind it.
         lag_3B1 = position_ids_3BT[1:].amax((0, 2))[None, :, None] - position_ids_3BT[..., -1:]
 
         def complete(_: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
