@@ -7,7 +7,7 @@ import re
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -79,7 +79,9 @@ def initialize(timeout_s: int) -> None:
     elif "OMP_NUM_THREADS" not in os.environ:  # else the user, or torchrun, has decided
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_world_size()))
     backend, device_id = ("nccl", device()) if torch.cuda.is_available() else ("gloo", None)
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s), device_id=device_id)
+    timeout, store = timedelta(seconds=timeout_s), _store_of_this_attempt()
+    place = (-1, -1) if store is None else (world_size(), global_rank())  # read from the environment without a store
+    dist.init_process_group(backend, None, timeout, *place, store, device_id=device_id)
 
 
 def shutdown() -> None:
@@ -122,6 +124,19 @@ def gather_objects(value: ObjectT) -> list[ObjectT]:
     values: list[ObjectT | None] = [None] * world_size()
     dist.all_gather_object(values, value)
     return values  # type: ignore[return-value]
+
+
+def _store_of_this_attempt() -> Any:
+    """A part of torchrun's store that earlier attempts have not seen, where it has started the ranks again; else None.
+
+    torchrun keeps one store for all attempts. With torch 2.14 the addresses of dead ranks remain there, and the living
+    wait for them for ever as soon as they form a second group.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))  # type: ignore[attr-defined]
+    return dist.PrefixStore(f"attempt_{attempt}", store)  # type: ignore[attr-defined]
 
 
 def _free_port() -> int:

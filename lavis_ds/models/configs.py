@@ -11,6 +11,13 @@ from lavis_ds.config.base import ComponentOf, Config, LocalPath, NamedConfig
 from lavis_ds.config.schema import ModelConfig
 from lavis_ds.models.moe.configs import MoEConfig
 
+AttentionKernel = Literal[
+    "auto", "flash_attention_4", "flash_attention_3", "flash_attention_2", "varlen", "flex", "sdpa", "eager"
+]
+TowerAttentionKernel = Literal[
+    "auto", "flash_attention_4", "flash_attention_3", "flash_attention_2", "varlen", "sdpa", "eager"
+]
+
 
 class LoraConfig(Config):
     """Low-rank adapters inside a part, under PEFT's names; the part's own weights do not train."""
@@ -229,8 +236,8 @@ class HFCausalLMConfig(LanguageModelConfig):
         None, description="config.json's content, with model_type: random weights of this shape"
     )
     tokenizer: str | None = Field(None, description="hub id or folder of the tokenizer; that of `path` where left out")
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
-        "auto", description="attention kernel; auto is sdpa"
+    attention: AttentionKernel = Field(
+        "auto", description="attention kernel; auto is the fastest that is there, and the run's start names it"
     )
     loss_chunk_gib: float = Field(
         4.0, gt=0, description="memory for logits in training, in GiB: the loss is made of so many targets at a time"
@@ -282,14 +289,17 @@ class QwenVLVisionConfig(AdaptedConfig):
     """Options of Qwen-VL's vision tower, whose shape the whole model gives."""
 
     gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
-    attention: Literal["auto", "sdpa", "eager", "flash_attention_2"] = Field(
-        "auto", description="attention kernel; auto is sdpa"
+    attention: TowerAttentionKernel = Field(
+        "auto", description="attention kernel; auto is the fastest that is there, and the run's start names it"
     )
 
 
 class QwenVLLanguageConfig(QwenVLVisionConfig):
     """Options of Qwen-VL's language model, whose shape the whole model gives."""
 
+    attention: AttentionKernel = Field(  # type: ignore[assignment]
+        "auto", description="attention kernel; auto is the fastest that is there, and the run's start names it"
+    )
     tokenizer: str | None = Field(None, description="hub id or folder of the tokenizer; that of `path` where left out")
     loss_chunk_gib: float = Field(
         4.0, gt=0, description="memory for logits in training, in GiB: the loss is made of so many targets at a time"

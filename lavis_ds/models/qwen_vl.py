@@ -16,7 +16,7 @@ from transformers import AutoModelForImageTextToText
 from lavis_ds import registry
 from lavis_ds.batch import Batch
 from lavis_ds.errors import ConfigError, DataError
-from lavis_ds.models import hub
+from lavis_ds.models import attention, hub
 from lavis_ds.models.base import Work, active_elements, is_frozen, matrix_elements
 from lavis_ds.models.configs import Qwen2_5VLConfig, Qwen3VLConfig, Qwen3VLMoEConfig, QwenVLConfig
 from lavis_ds.models.language.qwen_vl_decoder import DeepStack, QwenVLDecoder
@@ -57,9 +57,12 @@ class QwenVL(NextTokenModel):
     def __init__(self, config: QwenVLConfig) -> None:
         super().__init__(config)
         tokenizer = hub.load_tokenizer(config.language.tokenizer or str(config.path), "model.language.tokenizer")
-        whole = _build(config, self.model_type, tokenizer)
-        self.vision = QwenVLTower(whole.model.visual, self.mean, self.std)
-        self.language = QwenVLDecoder(whole, config.language, tokenizer)
+        seeing = attention.choose(config.vision.attention, "model.vision.attention")
+        reading = attention.choose(config.language.attention, "model.language.attention")
+        kernels = {"vision_config": seeing.build_with, "text_config": reading.build_with}
+        whole = _build(config, self.model_type, tokenizer, kernels)
+        self.vision = QwenVLTower(whole.model.visual, self.mean, self.std, seeing)
+        self.language = QwenVLDecoder(whole, config.language, tokenizer, reading)
         if config.path is not None:
             self.vision.sourced, self.language.sourced = ("tower",), ("decoder", "lm_head")
         if config.vision.gradient_checkpointing:
@@ -168,12 +171,8 @@ class Qwen3VLMoE(Qwen3VL):
     model_type = "qwen3_vl_moe"
 
 
-def _build(config: QwenVLConfig, model_type: str, tokenizer: Any) -> Any:
+def _build(config: QwenVLConfig, model_type: str, tokenizer: Any, kernels: dict[str, str]) -> Any:
     """The whole Hugging Face model, with its weights or random ones."""
-    kernels = {
-        name: "sdpa" if options.attention == "auto" else options.attention
-        for name, options in (("vision_config", config.vision), ("text_config", config.language))
-    }
     try:
         if config.path is not None:
             shape = hub.read_config(config.path, "model.path")

@@ -78,6 +78,7 @@ def _from_ranks(environ: Mapping[str, str]) -> Ranks | None:
     if "RANK" not in environ and not ("LOCAL_RANK" in environ and "WORLD_SIZE" in environ):
         return None
     _require(environ, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", because="RANK or LOCAL_RANK is set")
+    _refuse_shared_store(environ)
     world_size, rank = _number(environ, "WORLD_SIZE"), _number(environ, "RANK")
     _agree_with_srun(environ, rank, world_size)
     if "LOCAL_RANK" in environ:
@@ -102,8 +103,8 @@ def _from_mpi(environ: Mapping[str, str]) -> Ranks | None:
     _require(environ, *names, because=f"{names[0]} is set")
     rank, size, local_rank, local_size = (_number(environ, name) for name in names)
     if size > local_size:
-        _require(environ, "MASTER_ADDR", because="mpirun started ranks on several machines",
-                 hint="Pass it on: mpirun -x MASTER_ADDR=HOST (Open MPI), mpirun -genv MASTER_ADDR HOST (MPICH).")  # fmt: skip
+        hint = "Pass it on: mpirun -x MASTER_ADDR=HOST (Open MPI), mpirun -genv MASTER_ADDR HOST (MPICH)."
+        _require(environ, "MASTER_ADDR", because="mpirun started ranks on several machines", hint=hint)
     return Ranks(rank, size, local_rank, local_size, *_master(environ, "127.0.0.1", _DEFAULT_PORT))
 
 
@@ -125,7 +126,7 @@ def _from_slurm(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def _from_indexed_job(environ: Mapping[str, str]) -> Ranks | None:
-    """From a Kubernetes job with `completionMode: Indexed`, one process a pod; its pods may also be runs of their own."""
+    """From a Kubernetes job with `completionMode: Indexed`, one process a pod; pods may also be runs of their own."""
     if "WORLD_SIZE" not in environ:
         if "JOB_COMPLETION_INDEX" in environ and "MASTER_ADDR" in environ:
             _require(environ, "WORLD_SIZE", because="JOB_COMPLETION_INDEX and MASTER_ADDR are set")
@@ -138,6 +139,22 @@ def _from_indexed_job(environ: Mapping[str, str]) -> Ranks | None:
     _require(environ, "MASTER_ADDR", because=because)
     rank, size = _number(environ, "JOB_COMPLETION_INDEX"), _number(environ, "WORLD_SIZE")
     return Ranks(rank, size, 0, 1, *_master(environ, "", _DEFAULT_PORT))
+
+
+def _refuse_shared_store(environ: Mapping[str, str]) -> None:
+    """Raises:
+    ConfigError: torchrun may start the ranks of several machines again, but they would never meet.
+    """
+    several = _number(environ, "GROUP_WORLD_SIZE", 1) > 1
+    shares = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if several and shares and _number(environ, "TORCHELASTIC_MAX_RESTARTS", 0):
+        raise ConfigError(
+            "torchrun may start the ranks of several machines again, which then would wait for each other for ever.",
+            where=_WHERE,
+            given=f"--max-restarts {environ['TORCHELASTIC_MAX_RESTARTS']} and one store for all attempts",
+            hint="Run `export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1` on every machine before torchrun, and use "
+            "--rdzv-backend c10d.",
+        )
 
 
 # ---- SLURM -----------------------------------------------------------------------------------------------------------

@@ -212,4 +212,4 @@ def _zero(config: RootConfig) -> dict[str, Any]:
 
 
 def _offloads(zero: dict[str, Any], name: str) -> bool:
-    return (zero.get(name) or {}).get("device", "none") != "none"
+    return bool((zero.get(name) or {}).get("device", "none") != "none")

@@ -1,4 +1,4 @@
-"""Launchers beyond `deepspeed` and `torchrun` on one machine: tasks of srun, and torchrun that starts dead ranks again."""
+"""Launchers that do more than start ranks once: torchrun that starts dead ones again, and tasks of srun."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_the_first_step_and_saving_may_take_longer(project: Path) -> None:
     assert run_ranks(stall_on_rank_1, 2, str(project), [], "elsewhere", timeout_s=90, join_group=False) == [0, 0]
 
 
-RAISING = '''
+RAISING = """
 import os
 from lavis_ds import registry
 from lavis_ds.tasks.instruct import InstructTask
@@ -85,7 +85,7 @@ class RaisingTask(InstructTask):
         if self.calls == 3 and os.environ["RANK"] == "1":
             raise ZeroDivisionError("the pixels are gone")
         return super().train_step(forward, batch)
-'''
+"""
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])

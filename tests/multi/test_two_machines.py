@@ -19,7 +19,7 @@ TRAIN = str(Path(__file__).parents[2] / "scripts" / "train.py")
 STEPS, DIES_AT = 16, 6
 TIMEOUT_S = 240
 
-# By default the rendezvous of torch 2.14 never tells an agent that joins later where rank 0 is (docs/how-to/spot-machines.md).
+# Else the rendezvous of torch 2.14 never tells an agent that joins later where rank 0 is: docs/how-to/spot-machines.md.
 REPLACEABLE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 
 # Steps take long enough that a machine can be switched off between two.

@@ -68,6 +68,20 @@ def test_collectives_of_one_rank_need_no_group() -> None:
     assert distributed.gather_objects(value) == [value]
 
 
+@pytest.mark.parametrize(
+    ("error", "lost"),
+    [
+        (RuntimeError("[pair.cc:561] Connection closed by peer [10.0.0.2]:34436. This is typically ..."), True),
+        (RuntimeError("[pair.cc:545] Read error [127.0.0.1]:896: Connection reset by peer"), True),
+        (dist.DistBackendError("NCCL error ... remote process exited or there was a network error"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (OSError("Connection reset by peer"), False),  # of a file system or the network, not of a rank
+    ],
+)
+def test_loss_of_a_rank(error: Exception, lost: bool) -> None:
+    assert distributed.is_loss_of_a_rank(error) == lost
+
+
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)

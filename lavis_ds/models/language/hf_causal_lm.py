@@ -11,10 +11,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lavis_ds import registry
 from lavis_ds.errors import ConfigError
-from lavis_ds.models import hub
+from lavis_ds.models import attention, hub
 from lavis_ds.models.configs import HFCausalLMConfig
 from lavis_ds.models.language.output_layer import OutputLayer
-from lavis_ds.models.language.segments import attention_mask
 from lavis_ds.models.loss import TargetLosses
 from lavis_ds.models.moe.configs import MoEConfig
 from lavis_ds.models.moe.experts import choose_experts, own_coefficient
@@ -42,7 +41,7 @@ class HFCausalLM(LanguageModel):
         super().__init__()
         source = "tokenizer" if config.tokenizer else "path"
         self.tokenizer = hub.load_tokenizer(config.tokenizer or str(config.path), f"{_WHERE}.{source}")
-        self.attention = "sdpa" if config.attention == "auto" else config.attention
+        self.kernel = attention.choose(config.attention, f"{_WHERE}.attention")
         self.lm: Any = self._build(config)
         self.sourced = ("lm",) if config.path else ()
         self.hidden_size = int(self.lm.get_input_embeddings().embedding_dim)
@@ -56,6 +55,8 @@ class HFCausalLM(LanguageModel):
         self.experts = choose_experts(self.lm, self._config.experts)
 
     def _set_up(self) -> None:
+        self.kernel = self.kernel.fitted(self.lm)
+        self.attention = str(self.kernel)
         self.balance_coefficient = own_coefficient(self.lm.config)
         OutputLayer.of(self.lm.get_output_embeddings(), int(self._config.loss_chunk_gib * 2**30))
         if self._config.gradient_checkpointing:
@@ -71,9 +72,9 @@ class HFCausalLM(LanguageModel):
         return embeds_BTDl
 
     def forward(self, embeds_BTDl: Tensor, position_ids_BT: Tensor, segment_ids_BT: Tensor | None = None) -> Tensor:
-        mask_B1TT = self._mask(embeds_BTDl, segment_ids_BT)
+        options = self.kernel.options(embeds_BTDl, segment_ids_BT)
         output = self.lm.get_decoder()(
-            inputs_embeds=embeds_BTDl, position_ids=position_ids_BT, attention_mask=mask_B1TT, use_cache=False
+            inputs_embeds=embeds_BTDl, position_ids=position_ids_BT, use_cache=False, **options
         )
         hidden_BTDl: Tensor = output.last_hidden_state
         return hidden_BTDl
@@ -119,7 +120,7 @@ class HFCausalLM(LanguageModel):
         try:
             if config.path is not None:
                 return hub.load_model(
-                    AutoModelForCausalLM, config.path, f"{_WHERE}.path", attn_implementation=self.attention
+                    AutoModelForCausalLM, config.path, f"{_WHERE}.path", attn_implementation=self.kernel.build_with
                 )
             tokenizer = self.tokenizer
             shape = hub.config_of_shape(
@@ -130,7 +131,7 @@ class HFCausalLM(LanguageModel):
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=None,
             )
-            return hub.make_model(AutoModelForCausalLM, shape, attn_implementation=self.attention)
+            return hub.make_model(AutoModelForCausalLM, shape, attn_implementation=self.kernel.build_with)
         except (ImportError, ValueError) as error:
             text = " ".join(str(error).split())
             raise ConfigError(f"this language model can't be built: {text[:300]}.", where=_WHERE) from error
@@ -149,24 +150,6 @@ class HFCausalLM(LanguageModel):
                 raise ConfigError(
                     f"a {self.lm.config.model_type} scales its logits ({key}), which is not supported.", where=_WHERE
                 )
-
-    def _mask(self, embeds_BTDl: Tensor, segment_ids_BT: Tensor | None) -> Tensor | None:
-        """What `attention_mask` of the decoder must be; None where rows are plainly causal."""
-        if segment_ids_BT is None:
-            return None
-        self._check_segments()
-        return attention_mask(segment_ids_BT, embeds_BTDl.dtype if self.attention == "eager" else None)
-
-    def _check_segments(self) -> None:
-        kinds = set(getattr(self.lm.config.get_text_config(), "layer_types", None) or ["full_attention"])
-        if self.attention == "flash_attention_2" or kinds != {"full_attention"}:
-            raise ConfigError(
-                "independent questions and packed rows need the attention kernel sdpa or eager, and full attention in "
-                "every layer.",
-                where=f"{_WHERE}.attention",
-                given=f"{self.attention}, {', '.join(sorted(kinds))}",
-                hint="Set attention to sdpa, or data.batching to grouped and text_processor.turns to conversation.",
-            )
 
 
 def _pad_id(tokenizer: Any) -> int:

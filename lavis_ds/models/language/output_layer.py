@@ -8,16 +8,18 @@ Shape suffixes: K targets, D the language model's width, V ids, C targets of a c
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._triton import has_triton
 
 from lavis_ds.batch import IGNORE_INDEX
 
-_BYTES_AN_ELEMENT = 10
-"""Of logits in the weights' type, in float32, and the gradient, while a chunk is at work."""
+_BYTES_AN_ELEMENT, _FUSED_BYTES = 10, 4
+"""Of logits and their gradient in 16 bits, and in float32 between them where kernels are not fused."""
 
 
 class OutputLayer(nn.Linear):
@@ -45,7 +47,8 @@ class OutputLayer(nn.Linear):
         """Logits; with `labels` (K,) the `TargetLosses` of hidden states (K, D), each times its `weights` (K,)."""
         if labels is None:
             return super().forward(input)
-        size = max(1, self.chunk_bytes // (_BYTES_AN_ELEMENT * self.out_features))
+        an_element = _FUSED_BYTES if _is_fused(input) else _BYTES_AN_ELEMENT
+        size = max(1, self.chunk_bytes // (an_element * self.out_features))
         found: tuple[Tensor, ...] = _Losses.apply(
             input, self.weight, self.bias, labels, weights, size, torch.is_grad_enabled()
         )
@@ -73,6 +76,7 @@ class _Losses(torch.autograd.Function):
         grad_bias_V = torch.zeros_like(bias_V, dtype=torch.float32) if needs_bias and bias_V is not None else None
         losses_K = hidden_KD.new_empty(len(labels_K), dtype=torch.float32)
         right_K = torch.empty_like(labels_K, dtype=torch.bool)
+        losses = _fused_losses() if _is_fused(hidden_KD) else _losses
         for start in range(0, len(labels_K), size):
             chunk = slice(start, start + size)
             hidden_CD, labels_C = hidden_KD[chunk], labels_K[chunk]
@@ -81,7 +85,7 @@ class _Losses(torch.autograd.Function):
             factors_C = labels_C.ne(IGNORE_INDEX).float()
             if weights_K is not None:
                 factors_C = factors_C * weights_K[chunk]
-            losses_K[chunk], grad_CV = _losses(logits_CV, labels_C, factors_C, needs_gradients=needs_gradients)
+            losses_K[chunk], grad_CV = losses(logits_CV, labels_C, factors_C, needs_gradients)
             if grad_hidden_KD is not None:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden_KD[chunk])
             if grad_weight_VD is not None:
@@ -99,7 +103,7 @@ class _Losses(torch.autograd.Function):
         return hidden, weight, bias, None, None, None, None
 
 
-def _losses(logits_CV: Tensor, labels_C: Tensor, factors_C: Tensor, *, needs_gradients: bool) -> tuple[Tensor, Tensor]:
+def _losses(logits_CV: Tensor, labels_C: Tensor, factors_C: Tensor, needs_gradients: bool) -> tuple[Tensor, Tensor]:
     """Weighted losses (C,), and their gradient with respect to the logits, in the logits' type."""
     scores_CV = logits_CV.float()
     labels_C1 = labels_C.clamp(min=0)[:, None]
@@ -107,9 +111,19 @@ def _losses(logits_CV: Tensor, labels_C: Tensor, factors_C: Tensor, *, needs_gra
     losses_C = (total_C1 - scores_CV.gather(1, labels_C1))[:, 0] * factors_C
     if not needs_gradients:
         return losses_C, logits_CV
-    grad_CV = scores_CV.sub_(total_C1).exp_()
-    grad_CV.scatter_add_(1, labels_C1, -torch.ones_like(labels_C1, dtype=grad_CV.dtype))
-    return losses_C, grad_CV.mul_(factors_C[:, None]).to(logits_CV.dtype)
+    is_label_CV = torch.arange(scores_CV.shape[1], device=labels_C.device) == labels_C1
+    grad_CV = ((scores_CV - total_C1).exp() - is_label_CV.float()) * factors_C[:, None]
+    return losses_C, grad_CV.to(logits_CV.dtype)
+
+
+def _is_fused(tensor: Tensor) -> bool:
+    return tensor.is_cuda and has_triton()
+
+
+@cache
+def _fused_losses() -> Any:
+    """`_losses` as two kernels, which read the logits twice and write their gradient once."""
+    return torch.compile(_losses, dynamic=True)
 
 
 def _cast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lavis_ds.errors import DataError
+from lavis_ds.models.attention import Attention
 from lavis_ds.models.configs import QwenVLLanguageConfig
 from lavis_ds.models.language.hf_causal_lm import HFCausalLM
 from lavis_ds.models.language.output_layer import OutputLayer
@@ -67,16 +68,18 @@ class QwenVLDecoder(HFCausalLM):
         whole: the Hugging Face model; its vision tower is no part of this.
         config: options of this part.
         tokenizer: the model's.
+        kernel: of attention.
     """
 
-    def __init__(self, whole: Any, config: QwenVLLanguageConfig, tokenizer: Any) -> None:
+    def __init__(self, whole: Any, config: QwenVLLanguageConfig, tokenizer: Any, kernel: Attention) -> None:
         LanguageModel.__init__(self)  # not HFCausalLM's, which builds a model of its own
         object.__setattr__(self, "lm", whole)  # `generate` needs all of it; its modules are registered once, here:
         self.decoder: Any = whole.model.language_model
         self.lm_head: Any = whole.lm_head
         text = self.decoder.config
         self.tokenizer = tokenizer
-        self.attention = str(text._attn_implementation)
+        self.kernel = kernel.fitted(self.decoder)
+        self.attention = str(self.kernel)
         self.hidden_size, self.vocab_size = int(text.hidden_size), int(text.vocab_size)
         self.num_layers = int(text.num_hidden_layers)
         self._check()
@@ -113,8 +116,8 @@ class QwenVLDecoder(HFCausalLM):
         output = self.decoder(
             inputs_embeds=embeds_BTDl,
             position_ids=position_ids_BT,
-            attention_mask=self._mask(embeds_BTDl, segment_ids_BT),
             use_cache=False,
+            **self.kernel.options(embeds_BTDl, segment_ids_BT),
             **(deepstack.options() if deepstack else {}),
         )
         hidden_BTDl: Tensor = output.last_hidden_state

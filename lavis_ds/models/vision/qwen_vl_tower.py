@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import vision_utils
 
 from lavis_ds.errors import DataError
+from lavis_ds.models.attention import Attention
 from lavis_ds.models.parts import Part
 
 
@@ -59,6 +60,7 @@ class QwenVLTower(Part):
         tower: `model.visual` of the whole model.
         mean: of each channel in pretraining, for pixels in 0..1.
         std: of each channel.
+        kernel: of attention.
 
     Attributes:
         merge_size: patches a side that become one token.
@@ -66,13 +68,14 @@ class QwenVLTower(Part):
         tokens_per_second: positions a second of video (Qwen2.5-VL); None where times are text (Qwen3-VL).
     """
 
-    def __init__(self, tower: Any, mean: Sequence[float], std: Sequence[float]) -> None:
+    def __init__(self, tower: Any, mean: Sequence[float], std: Sequence[float], kernel: Attention) -> None:
         super().__init__()
         config = tower.config
         self.merge_size = int(config.spatial_merge_size)
         self.patch_elements = int(config.in_channels * config.temporal_patch_size * config.patch_size**2)
         self.tokens_per_second: float | None = getattr(config, "tokens_per_second", None)
-        self.attention = str(config._attn_implementation)
+        self.kernel = kernel.fitted_tower(tower)
+        self.attention = str(self.kernel)
         self.tower: Any = tower
         self.pixels = PatchNorm(mean, std, self.patch_elements)
 
@@ -95,26 +98,24 @@ class QwenVLTower(Part):
                 expected=f"{num_patches} patches, heights and widths that are multiples of {self.merge_size}",
             )
         pixels_PD = self.pixels(patches_PD).to(next(self.tower.parameters()).dtype)
-        layout = self._layout(grids_N3, pixels_PD.device)
+        layout = self._layout(grids_N3, pixels_PD)
         output = self.tower(pixels_PD, grid_thw=grids_N3, return_dict=True, **layout)
         return output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ())
 
-    def _layout(self, grids_N3: Tensor, device: torch.device) -> dict[str, Tensor]:
-        """What the tower derives from grids, ready made on the CPU: it would wait for the device in every layer.
-
-        Where pictures (and windows) end is read on the CPU, but by flash attention on the device.
-        """
-        tower, config = self.tower, self.tower.config
-        ends = device if self.attention.startswith("flash") else torch.device("cpu")
-        layout = {
-            "position_ids": vision_utils.get_vision_position_ids(grids_N3, self.merge_size).to(device),
-            "cu_seqlens": vision_utils.get_vision_cu_seqlens(grids_N3).to(ends),
+    def _layout(self, grids_N3: Tensor, pixels_PD: Tensor) -> dict[str, Any]:
+        """What the tower derives from grids, ready made on the CPU: it would wait for the device in every layer."""
+        tower, config, device = self.tower, self.tower.config, pixels_PD.device
+        layout: dict[str, Any] = {
+            "position_ids": vision_utils.get_vision_position_ids(grids_N3, self.merge_size).to(device)
         }
+        ends = {"seqlens": vision_utils.get_vision_cu_seqlens(grids_N3)}
         if hasattr(config, "window_size"):
             index, window_ends = vision_utils.get_vision_window_index(
                 grids_N3, self.merge_size, config.window_size, config.patch_size
             )
-            layout |= {"window_index": index.to(device), "cu_window_seqlens": window_ends.to(ends)}
+            layout["window_index"] = index.to(device)
+            ends["window_seqlens"] = window_ends
+        layout |= self._ends(ends, pixels_PD)
         if hasattr(tower, "pos_embed"):
             indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
                 grids_N3,
@@ -125,3 +126,14 @@ class QwenVLTower(Part):
             )
             layout |= {"interp_indices": indices.to(device), "interp_weights": weights.to(device)}
         return layout
+
+    def _ends(self, ends: dict[str, Tensor], pixels_PD: Tensor) -> dict[str, Any]:
+        """Where pictures (and windows) end: on the CPU, where SDPA takes them apart, or on the device, for one kernel.
+
+        Raises:
+            ConfigError: the attention kernel that the configuration names can't run these patches.
+        """
+        if not self.kernel.runs(pixels_PD):
+            return {f"cu_{name}": tensor for name, tensor in ends.items()}
+        longest = {f"max_{name.removesuffix('s')}": int(tensor.diff().max()) for name, tensor in ends.items()}
+        return {f"cu_{name}": tensor.to(pixels_PD.device) for name, tensor in ends.items()} | longest

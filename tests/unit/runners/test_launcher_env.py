@@ -46,12 +46,16 @@ def test_a_process_started_by_hand_has_no_ranks() -> None:
     [
         TORCHRUN,
         DEEPSPEED,
+        TORCHRUN | given("TORCHELASTIC_USE_AGENT_STORE=True TORCHELASTIC_MAX_RESTARTS=0"),
+        TORCHRUN | given("TORCHELASTIC_USE_AGENT_STORE=False TORCHELASTIC_MAX_RESTARTS=3"),
         OPEN_MPI | MASTER,
         MPICH | MASTER,
         SRUN | MASTER,
         # Ranks inside a job of SLURM: the batch script's numbers, or those of the daemons, are not the ranks'.
         TORCHRUN | BATCH_SCRIPT | given("SLURM_NTASKS=2"),
-        TORCHRUN | SRUN | given("SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=1(x2)"),
+        TORCHRUN
+        | SRUN
+        | given("SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=1(x2)"),
         OPEN_MPI | MASTER | SRUN | given("SLURM_PROCID=1 SLURM_STEP_NUM_TASKS=2"),
         # `export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS` in the command that srun starts
         SRUN | MASTER | given("RANK=5 WORLD_SIZE=8"),
@@ -130,6 +134,8 @@ def test_mpirun_on_one_machine_needs_no_address() -> None:
         (SRUN | MASTER | given("RANK=0 WORLD_SIZE=1"), "contradict SLURM.*RANK=0, WORLD_SIZE=1; SLURM_PROCID=5"),
         (SRUN | TORCHRUN | given("GROUP_WORLD_SIZE=1"), "do not know of each other.*SLURM_STEP_NUM_TASKS=8"),
         (SRUN | DEEPSPEED | given("CROSS_SIZE=1"), "do not know of each other"),
+        (TORCHRUN | given("TORCHELASTIC_USE_AGENT_STORE=True TORCHELASTIC_MAX_RESTARTS=3"),
+         "--max-restarts 3 and one store.*export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"),
         (TORCHRUN | given("RANK=8"), "a rank must be less.*RANK=8, WORLD_SIZE=8"),
         (TORCHRUN | given("LOCAL_RANK=4"), "a rank must be less.*LOCAL_RANK=4, LOCAL_WORLD_SIZE=4"),
         (TORCHRUN | given("WORLD_SIZE=eight"), "WORLD_SIZE must be a whole number.*'eight'"),

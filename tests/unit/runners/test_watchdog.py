@@ -25,7 +25,9 @@ def text(answers: Sequence[Answer], world_size: int) -> str:
 
 def test_the_rank_that_is_behind_is_named_with_its_samples_and_stack() -> None:
     said = text([answer(0, 31), answer(1, 30, "micro-batch 1 of 2"), answer(2, 31)], 3)
-    assert said.startswith("step 7, rank 1 on host1: nothing moved for 450 s (micro-batch 1 of 2); the other ranks wait")
+    assert said.startswith(
+        "step 7, rank 1 on host1: nothing moved for 450 s (micro-batch 1 of 2); the other ranks wait"
+    )
     assert "samples s1, t1" in said
     assert said.endswith("stack of 1")
     assert str(FOLDER) in said
@@ -54,8 +56,6 @@ def test_all_ranks_at_one_place_and_a_single_rank() -> None:
     assert "wait for it" not in alone
 
 
-
-
 @pytest.fixture
 def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     codes: list[int] = []
@@ -64,7 +64,9 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return codes
 
 
-def test_thread_ends_a_process_that_stands_still(tmp_path: Path, exits: list[int], capfd: pytest.CaptureFixture) -> None:  # type: ignore[type-arg]
+def test_thread_ends_a_process_that_stands_still(
+    tmp_path: Path, exits: list[int], capfd: pytest.CaptureFixture[str]
+) -> None:
     progress = Progress("starting")
     with Watchdog(tmp_path, 0.2, progress):
         progress.await_data(1)

@@ -1,0 +1,230 @@
+"""Attention over stretches of tokens of any length, by the kernels of PyTorch and of the FlashAttention packages.
+
+Shape suffixes: N queries, M keys, H heads, D head size, B rows, T tokens a row.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from collections.abc import Callable
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from lavis_ds.errors import ConfigError
+
+_HALF = (torch.float16, torch.bfloat16)
+
+_PACKAGES = {
+    "flash_attention_4": ("flash_attn.cute", "flash-attn-4", range(9, 100)),
+    "flash_attention_3": ("flash_attn_interface", "flash-attn-3", range(9, 10)),
+    "flash_attention_2": ("flash_attn", "flash-attn", range(8, 100)),
+}
+"""Kernel -> module, package, and the major compute capabilities of the GPUs it is for."""
+
+
+_UNKNOWN = {"s_aux": "attention sinks", "softcap": "capped scores", "sliding_window": "a sliding window"}
+"""Arguments of transformers' layers that these kernels leave out."""
+
+
+class Stretches(NamedTuple):
+    """How queries and keys belong together; see `lavis_ds.models.language.segments.Boundaries`.
+
+    Attributes:
+        ends_q: (S + 1,) int32.
+        ends_k: (S + 1,) int32.
+        max_q: no stretch has more queries.
+        max_k: no stretch has more keys.
+        causal: the last query of a stretch sees the last key, the one before it the key before, and so on.
+        scale: of scores.
+    """
+
+    ends_q: Tensor
+    ends_k: Tensor
+    max_q: int
+    max_k: int
+    causal: bool
+    scale: float
+
+
+Kernel = Callable[[Tensor, Tensor, Tensor, Stretches], Tensor]
+"""Queries (N, H, D), keys and values (M, Hk, D) -> (N, H, D)."""
+
+
+def missing(kernel: str) -> str | None:
+    """Why this machine can't run `kernel`; None where it can."""
+    if kernel in ("sdpa", "eager"):
+        return None
+    if not torch.cuda.is_available():
+        return "there is no NVIDIA GPU"
+    if kernel == "flex":
+        return None
+    if torch.version.hip is not None and kernel != "flash_attention_2":
+        return "it is for NVIDIA GPUs"
+    major = torch.cuda.get_device_capability()[0]
+    if kernel == "varlen":
+        if _varlen_parameters() is None:
+            return f"torch {torch.__version__} has no torch.nn.attention.varlen; 2.10 has"
+        return None if major >= 8 else f"it needs compute capability 8.0, and the GPU has {major}"
+    module, package, majors = _PACKAGES[kernel]
+    if torch.version.hip is None and major not in majors:
+        return f"it is not for GPUs of compute capability {major}"
+    return _import_failure(module, package)
+
+
+def cannot_run(tensor: Tensor) -> str | None:
+    """Why kernels of variable length can't run tensors of this kind; None where they can."""
+    kind = tensor.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+    if kind != "cuda":
+        return f"tensors are on the {kind}"
+    return None if dtype in _HALF else f"tensors are {str(dtype).removeprefix('torch.')}, not bfloat16 or float16"
+
+
+def load(kernel: str) -> Kernel:
+    """The function, which is there (see `missing`)."""
+    if kernel == "varlen":
+        return _torch_varlen
+    function = importlib.import_module(_PACKAGES[kernel][0]).flash_attn_varlen_func
+
+    def flash(q: Tensor, k: Tensor, v: Tensor, how: Stretches) -> Tensor:
+        ends = {"cu_seqlens_q": how.ends_q, "cu_seqlens_k": how.ends_k}
+        most = {"max_seqlen_q": how.max_q, "max_seqlen_k": how.max_k}
+        made = function(q, k, v, **ends, **most, softmax_scale=how.scale, causal=how.causal)
+        out: Tensor = made[0] if isinstance(made, tuple) else made  # some versions give the log-sum-exp too
+        return out
+
+    return flash
+
+
+def attention_function(kernel: str) -> Callable[..., tuple[Tensor, None]]:
+    """What transformers calls in every layer: `kernel` where it is told the stretches' ends, SDPA where not.
+
+    So right-padded rows and generation run PyTorch's causal kernels, and packed rows this one.
+    """
+    loaded: list[Kernel] = []
+
+    def attend(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int = 0,
+        max_length_k: int = 0,
+        key_index: Tensor | None = None,
+        **others: Any,
+    ) -> tuple[Tensor, None]:
+        _refuse(kernel, others)
+        if cu_seq_lens_q is None or cu_seq_lens_k is None:
+            mask = None if attention_mask is None or attention_mask.numel() == 0 else attention_mask
+            out_BTHD, _ = sdpa_attention_forward(
+                module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
+            )
+            return out_BTHD, None
+        if not loaded:
+            loaded.append(load(kernel))
+        function = loaded[0] if cannot_run(query) is None else _one_by_one
+        causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        q_NHD, k_MHD, v_MHD = (_flat(tensor, value.dtype) for tensor in (query, key, value))
+        if key_index is not None:
+            k_MHD, v_MHD = k_MHD[key_index], v_MHD[key_index]
+        out_NHD = function(
+            q_NHD,
+            k_MHD,
+            functional.pad(v_MHD, (0, q_NHD.shape[-1] - v_MHD.shape[-1])),  # DeepSeek's values are narrower
+            Stretches(cu_seq_lens_q, cu_seq_lens_k, int(max_length_q), int(max_length_k), causal, scale),
+        )
+        rows, length = query.shape[0], query.shape[2]
+        return out_NHD[..., : value.shape[-1]].reshape(rows, length, *out_NHD.shape[1:-1], value.shape[-1]), None
+
+    return attend
+
+
+def _refuse(kernel: str, others: dict[str, Any]) -> None:
+    """Raises:
+    ConfigError: the layer asks for something that would be left out.
+    """
+    for name, what in _UNKNOWN.items():
+        if others.get(name) is not None:
+            raise ConfigError(
+                f"this model has {what}, which {kernel} can't do here.",
+                where="model.language.attention",
+                hint="Set it to sdpa or eager.",
+            )
+
+
+def _flat(rows_BHTD: Tensor, dtype: torch.dtype) -> Tensor:
+    """(B * T, H, D). Norms of queries and keys give float32 in autocast, which the kernels don't take."""
+    kind = rows_BHTD.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+    return rows_BHTD.transpose(1, 2).flatten(0, 1).to(dtype)
+
+
+@lru_cache(maxsize=1)
+def _varlen_parameters() -> frozenset[str] | None:
+    """Of torch's `varlen_attn`, which 2.10 has with `is_causal`, 2.11 with `window_size` and 2.12 with `enable_gqa`."""
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return None
+    return frozenset(inspect.signature(_varlen()).parameters)
+
+
+def _varlen() -> Any:
+    return importlib.import_module("torch.nn.attention.varlen").varlen_attn
+
+
+def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, how: Stretches) -> Tensor:
+    known = _varlen_parameters() or frozenset()
+    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
+    if "window_size" in known:
+        options["window_size"] = (-1, 0 if how.causal else -1)
+    else:
+        options["is_causal"] = how.causal
+    if "scale" in known:
+        options["scale"] = how.scale
+    else:
+        q = q * (how.scale * q.shape[-1] ** 0.5)  # 1 in all but a few models
+    out: Tensor = _varlen()(q, k, v, *how[:4], **options)
+    return out
+
+
+def _one_by_one(q: Tensor, k: Tensor, v: Tensor, how: Stretches) -> Tensor:
+    """Stretch by stretch through SDPA, for vision towers in float32 or on a CPU."""
+    made = []
+    for (a, b), (c, d) in zip(pairwise(how.ends_q.tolist()), pairwise(how.ends_k.tolist()), strict=True):
+        if b == a:
+            continue
+        unseen = d - c - (b - a)
+        mask = torch.ones(b - a, d - c, dtype=torch.bool, device=q.device).tril(unseen) if how.causal else None
+        q_1HND, k_1HMD, v_1HMD = (tensor.transpose(0, 1)[None] for tensor in (q[a:b], k[c:d], v[c:d]))
+        out_1HND = functional.scaled_dot_product_attention(
+            q_1HND, k_1HMD, v_1HMD, mask, scale=how.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        made.append(out_1HND[0].transpose(0, 1))
+    return torch.cat(made)
+
+
+def _import_failure(module: str, package: str) -> str | None:
+    """In one line, why `module` can't be used; a compiled package of another torch fails on import."""
+    try:
+        if importlib.util.find_spec(module) is None:
+            return f"the package {package} is not installed"
+        found = importlib.import_module(module)
+    except ModuleNotFoundError:
+        return f"the package {package} is not installed"
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"the package {package} can't be imported: {' '.join(str(error).split())[:200]}"
+    return None if hasattr(found, "flash_attn_varlen_func") else f"the package {package} is not installed"
