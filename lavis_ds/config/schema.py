@@ -236,6 +236,12 @@ class RunConfig(Config):
     )
     grad_clip: float | None = Field(1.0, gt=0, description="largest global gradient norm; null switches clipping off")
 
+    on_non_finite: Literal["stop", "skip"] = Field(
+        "stop",
+        description="what a loss or gradient that is not finite does: end the run, or leave the weights alone once",
+    )
+    max_skipped_steps: int = Field(5, ge=1, description="steps in a row that may be skipped before the run ends anyway")
+
     num_workers: int = Field(2, ge=0, description="data-loading processes a rank")
     log_every: int = Field(10, ge=1, description="optimizer steps between console lines; metrics.jsonl gets every step")
     log_sample_ids: bool = Field(False, description="write every step's sample ids to metrics.jsonl")

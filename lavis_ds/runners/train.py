@@ -75,6 +75,7 @@ class TrainRunner:
         in_background = self.run_config.save_in_background
         size = _checkpoint_bytes(self.parts, self.run_config.precision)
         self.writer = CheckpointWriter(job.checkpoints, self.engine, in_background=in_background, size_bytes=size)
+        self.skipped_in_a_row = 0
         self.saved_step, self.saved_s = self.state.step if job.resume_from is not None else -1, time.monotonic()
 
     def _build_data(self) -> None:
@@ -134,12 +135,17 @@ class TrainRunner:
                     gradients = None
                 self.progress.update_weights()
                 loss_sum, metrics = reduce_outputs(outputs)
-                loss = self._require_finite(loss_sum / counts.divisor, "loss", group)
+                loss = loss_sum / counts.divisor
+                if run.on_non_finite == "stop":
+                    self._require_finite(loss, "loss", group)
                 lr = self.schedule(state.step, self.schedule_shape)
                 settings = self.model.before_step(state.step + 1)
                 metrics.update(settings.metrics)
                 result = engine.step(lr, settings.lr_factors)
-                if not result.applied:
+                if result.applied:
+                    self._require_finite(loss, "loss", group)
+                    self.skipped_in_a_row = 0
+                else:
                     self._skipped(result.grad_norm, group)
                 consumed = counts.samples + counts.unusable
                 state.advance(samples=consumed, tokens=counts.tokens, targets=counts.targets)
@@ -177,10 +183,20 @@ class TrainRunner:
         )
 
     def _skipped(self, grad_norm: float, group: Sequence[Batch]) -> None:
-        """fp16 lowers its loss scale and goes on; in the other formats a gradient that is not finite is an error."""
+        """The weights were left alone, since a gradient was not finite; all ranks know it.
+
+        fp16 lowers its loss scale and goes on. In the other formats that is an error, unless the user wants to go on.
+        """
+        run = self.run_config
         self.state.steps_skipped += 1
-        if self.run_config.precision != "fp16":
+        if run.precision == "fp16":
+            return
+        self.skipped_in_a_row += 1
+        if run.on_non_finite == "stop" or self.skipped_in_a_row > run.max_skipped_steps:
             self._require_finite(grad_norm, "gradient norm", group)
+        own = [sample_id for batch in group for sample_id in batch.sample_ids]
+        ids = [sample_id for rank in distributed.gather_objects(own) for sample_id in rank]
+        self._say([f"Step {self.state.step + 1} was skipped: its gradient is not finite. Samples {', '.join(ids)}."])
 
     def _report_step(
         self,

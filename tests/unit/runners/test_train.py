@@ -245,6 +245,38 @@ def test_numbers_that_are_not_finite_end_the_run_before_they_reach_the_weights(
     assert len(weights) == bad_step + (model is NanGradient)  # with a NaN loss no update is even tried
 
 
+@pytest.mark.parametrize("model", [NanLoss, NanGradient])
+def test_a_step_that_is_not_finite_can_be_skipped(
+    model: type[Vlm], make_runner: MakeRunner, tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setitem(registry.models._classes, "vlm", model)
+    runner = make_runner("run.on_non_finite=skip", "run.observers=[console,jsonl]")
+    assert runner.run() == 0
+    bad = [k for k, line in enumerate(metrics(tiny_run.folder)) if BAD in line["data/sample_ids"]]
+    assert len(bad) >= 2
+    assert runner.state.steps_skipped == len(bad)
+    assert all(p.isfinite().all() for p in runner.model.parameters())
+    shown = capsys.readouterr().out
+    ids = metrics(tiny_run.folder)[bad[0]]["data/sample_ids"]
+    assert f"Step {bad[0] + 1} was skipped: its gradient is not finite. Samples {', '.join(ids)}." in shown
+    lines = metrics(runner.job.folder)
+    assert [k for k, line in enumerate(lines) if line["train/grad_norm"] == float("inf")] == bad
+    assert [line["data/sample_ids"] for line in lines] == [line["data/sample_ids"] for line in metrics(tiny_run.folder)]
+
+
+def test_too_many_skipped_steps_end_the_run(make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    class AlwaysNan(Vlm):
+        def forward(self, batch: Any) -> tuple[torch.Tensor, ...]:
+            loss, *rest = super().forward(batch)
+            return loss * float("nan"), *rest
+
+    monkeypatch.setitem(registry.models._classes, "vlm", AlwaysNan)
+    runner = make_runner("run.on_non_finite=skip", "run.max_skipped_steps=2")
+    with pytest.raises(NonFiniteError, match="step 3, rank 0: the gradient norm is inf"):
+        runner.run()
+    assert (runner.state.step, runner.state.steps_skipped) == (2, 3)
+
+
 def test_the_command_ends_with_exit_code_1(
     tiny_run: TinyRun, tmp_path: Path, process: None, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
