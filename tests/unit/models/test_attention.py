@@ -1,13 +1,13 @@
-"""The kernel is chosen by what is there; packed rows come out the same through every one, and masks are not built in vain.
+"""The kernel is chosen by what is there, packed rows come out the same through every one, and no mask is built in vain.
 
-Kernels of variable length run on GPUs. Here their place is taken by one that goes through SDPA stretch by stretch, so that
-all around it is what runs there.
+Kernels of variable length run on GPUs. Here their place is taken by SDPA, stretch by stretch; all around it is what runs
+there.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -49,10 +49,9 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.fixture
-def as_on_a_gpu(there: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def as_on_a_gpu(there: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
     there("varlen")
     monkeypatch.setattr(attention, "cannot_run", lambda _: None)
-    yield
 
 
 LAYOUTS = {
@@ -67,7 +66,7 @@ def rows(layout: str) -> tuple[Tensor, Tensor, Tensor]:
     for row in LAYOUTS[layout]:
         lengths: dict[int, int] = {}
         for segment, count in row:
-            start = 0 if segment % SEGMENT_STRIDE == 0 else lengths[segment // SEGMENT_STRIDE * SEGMENT_STRIDE]
+            start = lengths.get(segment // SEGMENT_STRIDE * SEGMENT_STRIDE, 0)
             lengths[segment] = count
             positions += range(start, start + count)
             segments += [segment] * count
