@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -13,6 +14,9 @@ import lavis_ds
 from lavis_ds.errors import ConfigError, LavisError
 
 Command = Callable[[argparse.Namespace], int]
+
+_LAST_WORDS_S = 2.0
+"""How long the others stay for the rank that tells, since launchers end every rank soon after the first."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -189,8 +193,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except LavisError as error:
         if debug:
             traceback.print_exc()
-        elif _speaks():
+        elif _speaks(error):
             print(f"\n{_rank_prefix()}error: {error}\n", file=sys.stderr)
+        elif _in_process_group():
+            time.sleep(_LAST_WORDS_S)
         return error.exit_code
 
 
@@ -242,9 +248,9 @@ def _in_process_group() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
-def _speaks() -> bool:
+def _speaks(error: LavisError) -> bool:
     """Before the ranks have met, all find the same mistake and one tells; afterwards each tells its own."""
-    return _in_process_group() or os.environ.get("RANK", "0") == "0"
+    return (_in_process_group() and not error.is_of_all_ranks) or os.environ.get("RANK", "0") == "0"
 
 
 def _rank_prefix() -> str:

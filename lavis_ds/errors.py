@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Self
 
 
 class LavisError(Exception):
@@ -21,6 +22,7 @@ class LavisError(Exception):
     """
 
     exit_code = 1
+    is_of_all_ranks = False
 
     def __init__(
         self,
@@ -33,6 +35,11 @@ class LavisError(Exception):
     ) -> None:
         self.what, self.where, self.given, self.expected, self.hint = what, where, given, expected, hint
         super().__init__(self._text())
+
+    def of_all_ranks(self) -> Self:
+        """This error, marked as one that every rank raises with the same text, so that one of them tells it."""
+        self.is_of_all_ranks = True
+        return self
 
     def _text(self) -> str:
         parts = [f"{self.where}: {self.what}" if self.where else self.what]

@@ -11,12 +11,14 @@ Layout of `checkpoints/step_00001000/`:
 | `data/rank_00000.json` | where each rank's stream goes on, where data is read as a stream |
 | `config.yaml` | the resolved configuration |
 | `manifest.json` | layout, versions, and size and checksum of every file |
-| `COMPLETE` | written last |
+| `COMPLETE` | written last, when all of it is on the disk under its final name |
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,6 +34,7 @@ LATEST = "latest"
 FORMAT = 2
 """Of the layout above; 1 held DeepSpeed's own shards."""
 
+_PARTIAL = ".partial_"
 _READERS, _BLOCK_BYTES = 8, 2**24
 
 
@@ -71,11 +74,17 @@ def data_file(global_rank: int) -> str:
 
 def begin(final: Path) -> Path:
     """An empty folder to write a checkpoint into, beside its final name."""
-    partial = final.parent / f".partial_{final.name}"
+    partial = final.parent / f"{_PARTIAL}{final.name}"
     shutil.rmtree(partial, ignore_errors=True)
     for name in ("optimizer", "rng", "data"):
         (partial / name).mkdir(parents=True)
     return partial
+
+
+def clear(folder: Path) -> None:
+    """Remove what runs that died while they saved have left, since it takes the room of the next checkpoint."""
+    for partial in folder.glob(f"{_PARTIAL}*"):
+        shutil.rmtree(partial)
 
 
 class Keep(NamedTuple):
@@ -119,6 +128,19 @@ def _content(path: Path) -> Content:
     return Content(total, checksum)
 
 
+def flush(paths: Iterable[Path]) -> None:
+    """Return when these files and folders are on the disk, so that a power cut no longer harms them."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        except OSError as error:
+            if not (path.is_dir() and error.errno in (errno.EINVAL, errno.ENOTSUP)):  # some have none of folders
+                raise
+        finally:
+            os.close(handle)
+
+
 def written(root: Path) -> list[str]:
     """Names of all files in a folder, relative to it."""
     return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
@@ -132,14 +154,20 @@ def finish(
     keep: Keep,
     files: Mapping[str, Content],
 ) -> None:
-    """Mark a written checkpoint of these files complete, name it, point `latest` at it, remove those not kept."""
+    """Name a written checkpoint of these files, mark it complete, point `latest` at it, remove those not kept.
+
+    The mark comes after the name, since there are file systems that rename a folder file by file; and others are
+    removed after all of it is on the disk.
+    """
     entries = {name: files[name]._asdict() for name in sorted(files)}
     manifest = {"format": FORMAT, "layout": layout, "versions": versions, "files": entries}
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=2) + "\n")
-    (partial / COMPLETE).touch()
+    flush([partial / "manifest.json", partial])
     if final.exists():
         _remove(final)
     partial.rename(final)
+    (final / COMPLETE).touch()
+    flush([final / COMPLETE, final, final.parent])
     temporary = final.parent / f".{LATEST}"
     temporary.write_text(final.name + "\n")
     temporary.rename(final.parent / LATEST)
@@ -203,9 +231,18 @@ def is_ours(manifest: Mapping[str, Any]) -> bool:
 
 
 def changed(path: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> list[str]:
-    """Those files of a checkpoint that no longer hold what was written, by reading them."""
+    """Those files of a checkpoint that no longer hold what was written, or can't be read, by reading them."""
     expected = {name: Content(**manifest["files"][name]) for name in names}
-    return [name for name, content in contents(path, list(expected)).items() if content != expected[name]]
+    with ThreadPoolExecutor(_READERS) as readers:
+        found = readers.map(lambda name: _content_if_readable(path / name), expected)
+        return [name for name, content in zip(expected, found, strict=True) if content != expected[name]]
+
+
+def _content_if_readable(path: Path) -> Content | None:
+    try:
+        return _content(path)
+    except OSError:  # a bad sector, for one
+        return None
 
 
 def find(folder: Path, *, before: Path | None = None) -> tuple[Path | None, list[str]]:

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from torch import Tensor
 
 import lavis_ds
@@ -24,6 +24,8 @@ from lavis_ds.models.weights import save_weights
 from lavis_ds.runners import checkpoint_files
 from lavis_ds.runners.checkpoint_files import Content, Keep
 from lavis_ds.runners.state import TrainState
+
+ResultT = TypeVar("ResultT")
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,10 @@ class _Content:
         names = [
             name for name in checkpoint_files.written(folder) if own in name or (rank == 0 and "rank_" not in name)
         ]
-        return checkpoint_files.contents(folder, names)  # read again while the system has them in memory
+        found = checkpoint_files.contents(folder, names)  # read again while the system has them in memory
+        paths = [folder / name for name in names]
+        checkpoint_files.flush([*paths, *{path.parent for path in paths}])
+        return found
 
 
 class CheckpointWriter:
@@ -85,6 +90,7 @@ class CheckpointWriter:
     def __init__(self, folder: Path, engine: Engine, *, in_background: bool, size_bytes: int = 0) -> None:
         self._folder, self._engine, self._in_background = folder, engine, in_background
         self._size_bytes = size_bytes
+        _by_main(lambda: checkpoint_files.clear(folder), folder)
         self._check_space()
         self._final: Path | None = None
         self._keep = Keep(1)
@@ -111,14 +117,13 @@ class CheckpointWriter:
             data_state: what this rank's batches need to go on, where they need anything.
 
         Raises:
-            CheckpointError: the disk has no room for it.
+            CheckpointError: the disk has no room for it, or can't be written any more.
         """
         assert self._final is None, "the one before is not finished"
         self._check_space()
         final = checkpoint_files.step_folder(self._folder, state.step)
-        partial = distributed.broadcast_object(checkpoint_files.begin(final) if distributed.is_main() else None)
-        assert partial is not None
-        self._final, self._keep, self._partial = final, keep, partial
+        partial = _by_main(lambda: checkpoint_files.begin(final), final)
+        self._final, self._keep, self._partial, self._files = final, keep, partial, {}
         content = self._content(state, config_yaml, data_state)
         if self._in_background:
             self._thread = threading.Thread(target=self._write, args=(content.on_host(),), daemon=True)
@@ -135,32 +140,22 @@ class CheckpointWriter:
         assert self._final is not None
         if self._thread is not None:
             self._thread.join()
-        final, error = self._final, None if self._error is None else f"{type(self._error).__name__}: {self._error}"
+        final, own = self._final, self._error
+        error = None if own is None else f"{type(own).__name__}: {own}"
         self._final = self._thread = self._error = None
         answers = distributed.gather_objects((error, self._files))
         failed = [(rank, what) for rank, (what, _) in enumerate(answers) if what is not None]
         if failed:
-            raise CheckpointError(
-                f"the checkpoint could not be written: {failed[0][1]}.",
-                where=f"{final}, rank {failed[0][0]}",
-                hint="The one before it is whole: make room, or mend the disk, and start again with --resume auto.",
-            )
-        if distributed.is_main():
-            files = {name: content for _, listed in answers for name, content in listed.items()}
-            checkpoint_files.finish(self._partial, final, self._engine.describe(), _versions(), self._keep, files)
-        distributed.barrier()
+            if distributed.is_main():
+                shutil.rmtree(self._partial, ignore_errors=True)  # its room is needed now
+            raise _not_written(failed[0][1], f"{final}, rank {failed[0][0]}") from own
+        files = {name: content for _, listed in answers for name, content in listed.items()}
+        layout = self._engine.describe()
+        _by_main(lambda: checkpoint_files.finish(self._partial, final, layout, _versions(), self._keep, files), final)
         return final
 
     def _check_space(self) -> None:
-        """On all ranks: all raise, or none."""
-        error = None
-        if distributed.is_main():
-            try:
-                checkpoint_files.check_space(self._folder, self._size_bytes)
-            except CheckpointError as found:
-                error = found
-        if (refused := distributed.broadcast_object(error)) is not None:
-            raise refused
+        _by_main(lambda: checkpoint_files.check_space(self._folder, self._size_bytes), self._folder)
 
     def _content(self, state: TrainState, config_yaml: str, data_state: Mapping[str, Any]) -> _Content:
         texts = {}
@@ -175,8 +170,36 @@ class CheckpointWriter:
     def _write(self, content: _Content) -> None:
         try:
             self._files = content.write(self._partial, distributed.global_rank())
-        except (OSError, RuntimeError, SafetensorError) as error:  # told by `finish`, on all ranks together
+        except Exception as error:  # noqa: BLE001  (raised by `finish`, on all ranks together)
             self._error = error
+
+
+def _by_main(action: Callable[[], ResultT], where: Path) -> ResultT:
+    """What `action`, done by the main rank, returns; called on all ranks, which go on when it is done.
+
+    Raises:
+        CheckpointError: it failed; all ranks raise the same.
+    """
+    result, error = None, None
+    if distributed.is_main():
+        try:
+            result = action()
+        except CheckpointError as found:
+            error = found.of_all_ranks()
+        except OSError as found:
+            error = _not_written(f"{type(found).__name__}: {found}", str(where))
+    result, error = distributed.broadcast_object((result, error))
+    if error is not None:
+        raise error
+    return result  # type: ignore[return-value]
+
+
+def _not_written(why: str, where: str) -> CheckpointError:
+    return CheckpointError(
+        f"the checkpoint could not be written: {why}.",
+        where=where,
+        hint="The one before it is whole: make room, or mend the disk, and start again with --resume auto.",
+    ).of_all_ranks()
 
 
 def _versions() -> dict[str, str]:

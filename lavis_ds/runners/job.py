@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lavis_ds.config.schema import RootConfig
-from lavis_ds.errors import CheckpointError, ConfigError
+from lavis_ds.errors import CheckpointError, ConfigError, LavisError
 from lavis_ds.runners import checkpoint_files
 
 
@@ -164,4 +165,21 @@ def make_folder(job: Job) -> None:
     except OSError as error:
         raise ConfigError(
             f"the run folder can't be written ({error}).", where="run.output_dir", given=str(job.folder)
+        ) from error
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Context that writes what the run has to tell into its folder.
+
+    Raises:
+        LavisError: the disk is full, or can't be written any more.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise LavisError(
+            f"the run can't write what it has to tell ({error}).",
+            where=str(folder),
+            hint="Make room, or mend the disk, and start again with --resume auto: checkpoints are whole.",
         ) from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from itertools import islice
@@ -75,6 +76,14 @@ def reduce_outputs(outputs: Sequence[StepOutput]) -> tuple[float, dict[str, floa
     loss, *rest = distributed.sum_over_ranks(values)
     means = {name: rest[2 * i] / rest[2 * i + 1] for i, name in enumerate(names) if rest[2 * i + 1]}
     return loss, means
+
+
+def suspects(group: Sequence[Batch], outputs: Sequence[StepOutput]) -> tuple[list[int], list[str]]:
+    """Ranks whose own loss is not finite, or all where none is, and their samples. Called on all ranks."""
+    is_bad = not all(math.isfinite(as_float(output.loss_sum)) for output in outputs)
+    answers = distributed.gather_objects((is_bad, [name for batch in group for name in batch.sample_ids]))
+    ranks = [rank for rank, (bad, _) in enumerate(answers) if bad] or list(range(len(answers)))
+    return ranks, [name for rank in ranks for name in answers[rank][1]]
 
 
 class StepTimer:

@@ -20,8 +20,8 @@ from lavis_ds.runners.checkpoint_writer import CheckpointWriter
 from lavis_ds.runners.configs import TrainRunnerConfig
 from lavis_ds.runners.evaluate import evaluate
 from lavis_ds.runners.gradient_check import GradientCheck
-from lavis_ds.runners.job import Job
-from lavis_ds.runners.meter import GroupCounts, StepTimer, peak_memory_bytes, reduce_outputs
+from lavis_ds.runners.job import Job, writing
+from lavis_ds.runners.meter import GroupCounts, StepTimer, peak_memory_bytes, reduce_outputs, suspects
 from lavis_ds.runners.observers.base import Observer, RunInfo
 from lavis_ds.runners.preflight import Preflight
 from lavis_ds.runners.progress import Progress
@@ -29,6 +29,7 @@ from lavis_ds.runners.quarantine import Quarantine
 from lavis_ds.runners.state import TrainState
 from lavis_ds.runners.stop import StopRequest
 from lavis_ds.runners.watchdog import Watchdog
+from lavis_ds.tasks.base import StepOutput
 
 EXIT_DONE, EXIT_STOPPED = 0, 75
 
@@ -137,16 +138,16 @@ class TrainRunner:
                 loss_sum, metrics = reduce_outputs(outputs)
                 loss = loss_sum / counts.divisor
                 if run.on_non_finite == "stop":
-                    self._require_finite(loss, "loss", group)
+                    self._require_finite(loss, "loss", group, outputs)
                 lr = self.schedule(state.step, self.schedule_shape)
                 settings = self.model.before_step(state.step + 1)
                 metrics.update(settings.metrics)
                 result = engine.step(lr, settings.lr_factors)
                 if result.applied:
-                    self._require_finite(loss, "loss", group)
+                    self._require_finite(loss, "loss", group, outputs)
                     self.skipped_in_a_row = 0
                 else:
-                    self._skipped(result.grad_norm, group)
+                    self._skipped(result.grad_norm, group, outputs)
                 consumed = counts.samples + counts.unusable
                 state.advance(samples=consumed, tokens=counts.tokens, targets=counts.targets)
                 self.data_state = groups.state()
@@ -170,19 +171,19 @@ class TrainRunner:
 
     # --- what a step calls -----------------------------------------------------------------------------------------
 
-    def _require_finite(self, value: float, what: str, group: Sequence[Batch]) -> float:
-        """`value`, equal on all ranks, so all ranks raise together and before the weights are touched."""
+    def _require_finite(self, value: float, what: str, group: Sequence[Batch], outputs: Sequence[StepOutput]) -> None:
+        """`value` is equal on all ranks, so all ranks raise together and before the weights are touched."""
         if math.isfinite(value):
-            return value
-        ids = ", ".join(sample_id for batch in group for sample_id in batch.sample_ids)
+            return
+        ranks, ids = suspects(group, outputs)
         raise NonFiniteError(
             f"the {what} is {value}; the weights were not changed by this step.",
-            where=f"step {self.state.step + 1}, rank {distributed.global_rank()}",
-            given=f"samples {ids}",
+            where=f"step {self.state.step + 1}, rank {', '.join(map(str, ranks))}",
+            given=f"samples {', '.join(ids)}",
             hint=f"Look at these samples, lower run.init_lr, or resume from {self.job.checkpoints} with --resume auto.",
-        )
+        ).of_all_ranks()
 
-    def _skipped(self, grad_norm: float, group: Sequence[Batch]) -> None:
+    def _skipped(self, grad_norm: float, group: Sequence[Batch], outputs: Sequence[StepOutput]) -> None:
         """The weights were left alone, since a gradient was not finite; all ranks know it.
 
         fp16 lowers its loss scale and goes on. In the other formats that is an error, unless the user wants to go on.
@@ -193,9 +194,8 @@ class TrainRunner:
             return
         self.skipped_in_a_row += 1
         if run.on_non_finite == "stop" or self.skipped_in_a_row > run.max_skipped_steps:
-            self._require_finite(grad_norm, "gradient norm", group)
-        own = [sample_id for batch in group for sample_id in batch.sample_ids]
-        ids = [sample_id for rank in distributed.gather_objects(own) for sample_id in rank]
+            self._require_finite(grad_norm, "gradient norm", group, outputs)
+        _, ids = suspects(group, outputs)
         self._say([f"Step {self.state.step + 1} was skipped: its gradient is not finite. Samples {', '.join(ids)}."])
 
     def _report_step(
@@ -265,7 +265,8 @@ class TrainRunner:
                 training=self.datasets,
             )
             if distributed.is_main():
-                result.write(self.job.folder / "eval")
+                with writing(self.job.folder):
+                    result.write(self.job.folder / "eval")
                 self._say(result.notices())
             self._watch(lambda observer, r=result: observer.on_evaluate(r.split, r.step, r.metrics, r.predictions))  # type: ignore[misc]
             is_best |= self._is_best(split, result.metrics)
@@ -291,8 +292,10 @@ class TrainRunner:
 
     def _start(self) -> None:
         if distributed.is_main():
-            (self.job.folder / "config.yaml").write_text(to_yaml(self.config))
-            environment.write(self.job.folder / "environment.json", self.engine.describe(), self.state.dataset_sizes)
+            layout, sizes = self.engine.describe(), self.state.dataset_sizes
+            with writing(self.job.folder):
+                (self.job.folder / "config.yaml").write_text(to_yaml(self.config))
+                environment.write(self.job.folder / "environment.json", layout, sizes)
         info = RunInfo(
             self.job.folder, self.total_steps, self.config.model_dump(mode="json"), self._summary(), self.state.step
         )
@@ -325,7 +328,8 @@ class TrainRunner:
 
     def _watch(self, call: Callable[[Observer], object]) -> None:
         for observer in self.observers:
-            call(observer)
+            with writing(self.job.folder):
+                call(observer)
 
 
 def _is_due(interval: Interval | None, step: int, crossed_epoch: bool) -> bool:

@@ -1,6 +1,6 @@
 """The kernel is chosen by what is there, packed rows come out the same through every one, and no mask is built in vain.
 
-Kernels of variable length run on GPUs. Here their place is taken by SDPA, stretch by stretch; all around it is what runs
+Kernels of variable length run on GPUs. Here SDPA takes their place, stretch by stretch; all around it is what runs
 there.
 """
 
@@ -82,7 +82,7 @@ def outputs_and_gradients(model: HFCausalLM, layout: str | None) -> dict[str, Te
     real = segments != PADDING_SEGMENT
     embeds = model.embed(ids)
     hidden = model(embeds, positions, segments) if layout else model(embeds, torch.arange(ids.shape[1]).expand_as(ids))
-    hidden[real].square().sum().backward()
+    hidden[real].sin().sum().backward()  # squares add up to the same in every row, behind the norm
     return {"hidden": hidden[real].detach()} | {
         name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None
     }

@@ -120,6 +120,7 @@ def test_values_may_be_narrower_than_keys() -> None:
     torch.testing.assert_close(out[real_BT], expected[real_BT], atol=1e-5, rtol=1e-5)  # measured 3e-7
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize("name", SEGMENTS)
 def test_block_mask_says_what_the_mask_says(name: str) -> None:
     ids_BT = segment_ids(name)
