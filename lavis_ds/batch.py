@@ -155,8 +155,11 @@ class Batch:
         return self.input_ids.shape[0], self.input_ids.shape[1]
 
     def to(self, device: torch.device) -> Batch:
-        """The same batch with its tensors on `device` (asynchronously from pinned memory)."""
-        return self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        """The same batch with its tensors on `device` (asynchronously from pinned memory).
+
+        The grids stay on the host, which lays out the vision tower's work by them and would wait for the device.
+        """
+        return replace(self._map(lambda tensor: tensor.to(device, non_blocking=True)), image_grids=self.image_grids)
 
     def pin_memory(self) -> Batch:
         """Called by PyTorch's DataLoader; makes the copy to the GPU asynchronous."""

@@ -82,9 +82,12 @@ def begin(final: Path) -> Path:
 
 
 def clear(folder: Path) -> None:
-    """Remove what runs that died while they saved have left, since it takes the room of the next checkpoint."""
-    for partial in folder.glob(f"{_PARTIAL}*"):
-        shutil.rmtree(partial)
+    """Remove what runs have left that died while they wrote or removed checkpoints: it takes the room of the next."""
+    newest = max(complete_ones(folder), default=None)
+    for path in [*folder.glob(f"{_PARTIAL}*"), *folder.glob("step_*")]:
+        is_removed = newest is not None and path.name < newest.name and not (path / COMPLETE).exists()
+        if path.name.startswith(_PARTIAL) or is_removed:
+            shutil.rmtree(path)
 
 
 class Keep(NamedTuple):

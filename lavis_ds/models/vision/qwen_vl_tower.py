@@ -7,6 +7,7 @@ Shape suffixes: P patches of all pictures, D numbers a patch, N pictures, Q toke
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from transformers import vision_utils
 from lavis_ds.errors import DataError
 from lavis_ds.models.attention import Attention
 from lavis_ds.models.parts import Part
+
+_MAX_KNOWN = 256
+"""Sizes of pictures whose places are kept: some 50 KB each at 448 x 448."""
 
 
 class PatchNorm(nn.Module):
@@ -77,6 +81,7 @@ class QwenVLTower(Part):
         self.kernel = kernel.fitted_tower(tower)
         self.attention = str(self.kernel)
         self.tower: Any = tower
+        self._known_places: OrderedDict[tuple[Any, ...], dict[str, Tensor]] = OrderedDict()
         self.pixels = PatchNorm(mean, std, self.patch_elements)
 
     def forward(self, patches_PD: Tensor, grids_N3: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
@@ -89,7 +94,7 @@ class QwenVLTower(Part):
         Raises:
             DataError: patches are of another kind, or not as many as the grids say.
         """
-        grids_N3 = grids_N3.cpu()
+        grids_N3 = grids_N3.cpu()  # where `Batch.to` has left them
         num_patches = int(grids_N3.prod(-1).sum())
         if num_patches != len(patches_PD) or (grids_N3[:, 1:] % self.merge_size).any():
             raise DataError(
@@ -103,11 +108,10 @@ class QwenVLTower(Part):
         return output.pooler_output, tuple(getattr(output, "deepstack_features", None) or ())
 
     def _layout(self, grids_N3: Tensor, pixels_PD: Tensor) -> dict[str, Any]:
-        """What the tower derives from grids, ready made on the CPU: it would wait for the device in every layer."""
-        tower, config, device = self.tower, self.tower.config, pixels_PD.device
-        layout: dict[str, Any] = {
-            "position_ids": vision_utils.get_vision_position_ids(grids_N3, self.merge_size).to(device)
-        }
+        """What the tower derives from grids, ready made: it would wait for the device in every layer."""
+        config, device = self.tower.config, pixels_PD.device
+        pictures = [self._places(tuple(grid), device) for grid in grids_N3.tolist()]
+        layout: dict[str, Any] = {name: torch.cat([places[name] for places in pictures]) for name in pictures[0]}
         ends = {"seqlens": vision_utils.get_vision_cu_seqlens(grids_N3)}
         if hasattr(config, "window_size"):
             index, window_ends = vision_utils.get_vision_window_index(
@@ -115,17 +119,30 @@ class QwenVLTower(Part):
             )
             layout["window_index"] = index.to(device)
             ends["window_seqlens"] = window_ends
-        layout |= self._ends(ends, pixels_PD)
+        return layout | self._ends(ends, pixels_PD)
+
+    def _places(self, grid: tuple[int, ...], device: torch.device) -> dict[str, Tensor]:
+        """Where the patches of one picture are. Sizes come again and again, so the latest are kept on the device."""
+        key = (*grid, device)
+        if key in self._known_places:
+            self._known_places.move_to_end(key)
+            return self._known_places[key]
+        tower, grid_13 = self.tower, torch.tensor([grid])
+        places = {"position_ids": vision_utils.get_vision_position_ids(grid_13, self.merge_size)}
         if hasattr(tower, "pos_embed"):
-            indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(
-                grids_N3,
-                tower.num_grid_per_side,
-                mode=tower.interpolation_mode,
-                align_corners=tower.interpolation_align_corners,
-                spatial_merge_size=self.merge_size,
+            places["interp_indices"], places["interp_weights"] = (
+                vision_utils.get_vision_interpolation_indices_and_weights(
+                    grid_13,
+                    tower.num_grid_per_side,
+                    mode=tower.interpolation_mode,
+                    align_corners=tower.interpolation_align_corners,
+                    spatial_merge_size=self.merge_size,
+                )
             )
-            layout |= {"interp_indices": indices.to(device), "interp_weights": weights.to(device)}
-        return layout
+        self._known_places[key] = {name: tensor.to(device) for name, tensor in places.items()}
+        if len(self._known_places) > _MAX_KNOWN:
+            self._known_places.popitem(last=False)
+        return self._known_places[key]
 
     def _ends(self, ends: dict[str, Tensor], pixels_PD: Tensor) -> dict[str, Any]:
         """Where pictures (and windows) end: on the CPU, where SDPA takes them apart, or on the device, for one kernel.
