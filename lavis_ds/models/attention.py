@@ -20,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 
 from lavis_ds.batch import SEGMENT_STRIDE
 from lavis_ds.errors import ConfigError
-from lavis_ds.models.attention_kernels import attention_function, cannot_run, missing
+from lavis_ds.models.attention_kernels import attention_function, cannot_run, load, missing
 from lavis_ds.models.language.segments import attention_mask, boundaries, rows_as_boundaries
 from lavis_ds.models.skeleton import reads_weights
 
@@ -93,8 +93,7 @@ class Attention:
             raise ConfigError(
                 f"{self.kernel} can't run this model: {reason}.", where=self.where, hint="Set it to sdpa."
             )
-        model.config._attn_implementation = made._implementation("rows")
-        return made
+        return made._set(model.config, "rows")
 
     def fitted_tower(self, tower: Any) -> Attention:
         """The same for a vision tower of transformers that tells kernels where pictures end.
@@ -107,8 +106,7 @@ class Attention:
                 f"{self.kernel} can't run this model: {reason}.", where=self.where, hint="Set it to sdpa."
             )
         made = replace(self, kernel="sdpa", reason=reason) if reason else self
-        tower.config._attn_implementation = made._implementation("flash")
-        return made
+        return made._set(tower.config, "flash")
 
     def options(self, embeds_BTD: Tensor, segment_ids_BT: Tensor | None) -> dict[str, Any]:
         """Arguments of a decoder for rows of these segments, or of one causal sequence each.
@@ -155,10 +153,14 @@ class Attention:
             return {"attention_mask": _NO_MASK}
         return {"attention_mask": _NO_MASK, **rows_as_boundaries((rows, length), embeds_BTD.device).options()}
 
-    def _implementation(self, use: str) -> str:
+    def _set(self, config: Any, use: str) -> Attention:
         if not self.is_varlen:
-            return _OF_TRANSFORMERS[self.kernel]
-        return _name(self.kernel, use) if self.packs else self.kernel
+            config._attn_implementation = _OF_TRANSFORMERS[self.kernel]
+            return self
+        config._attn_implementation = _name(self.kernel, use) if self.packs else self.kernel
+        if reads_weights() and self.packs:
+            load(self.kernel)
+        return self
 
 
 def choose(option: str, where: str) -> Attention:

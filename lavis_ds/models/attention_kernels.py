@@ -9,7 +9,6 @@ import importlib
 import importlib.util
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -88,10 +87,17 @@ def cannot_run(tensor: Tensor) -> str | None:
     return None if dtype in _HALF else f"tensors are {str(dtype).removeprefix('torch.')}, not bfloat16 or float16"
 
 
+_LOADED: dict[str, Kernel] = {}
+
+
 def load(kernel: str) -> Kernel:
-    """The function, which is there (see `missing`)."""
-    if kernel == "varlen":
-        return _torch_varlen
+    """The function, which is there (see `missing`). Called when a model is made: compiled layers can't import."""
+    if kernel not in _LOADED:
+        _LOADED[kernel] = _torch_varlen() if kernel == "varlen" else _flash(kernel)
+    return _LOADED[kernel]
+
+
+def _flash(kernel: str) -> Kernel:
     function = importlib.import_module(_PACKAGES[kernel][0]).flash_attn_varlen_func
 
     def flash(q: Tensor, k: Tensor, v: Tensor, how: Stretches) -> Tensor:
@@ -109,7 +115,6 @@ def attention_function(kernel: str) -> Callable[..., tuple[Tensor, None]]:
 
     So right-padded rows and generation run PyTorch's causal kernels, and packed rows this one.
     """
-    loaded: list[Kernel] = []
 
     def attend(
         module: nn.Module,
@@ -134,9 +139,7 @@ def attention_function(kernel: str) -> Callable[..., tuple[Tensor, None]]:
                 module, query, key, value, mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **others
             )
             return out_BTHD, None
-        if not loaded:
-            loaded.append(load(kernel))
-        function = loaded[0] if cannot_run(query) is None else _one_by_one
+        function = _LOADED[kernel] if cannot_run(query) is None else _one_by_one
         causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         q_NHD, k_MHD, v_MHD = (_flat(tensor, value.dtype) for tensor in (query, key, value))
@@ -146,12 +149,17 @@ def attention_function(kernel: str) -> Callable[..., tuple[Tensor, None]]:
             q_NHD,
             k_MHD,
             functional.pad(v_MHD, (0, q_NHD.shape[-1] - v_MHD.shape[-1])),  # DeepSeek's values are narrower
-            Stretches(cu_seq_lens_q, cu_seq_lens_k, int(max_length_q), int(max_length_k), causal, scale),
+            Stretches(cu_seq_lens_q, cu_seq_lens_k, _number(max_length_q), _number(max_length_k), causal, scale),
         )
         rows, length = query.shape[0], query.shape[2]
         return out_NHD[..., : value.shape[-1]].reshape(rows, length, *out_NHD.shape[1:-1], value.shape[-1]), None
 
     return attend
+
+
+def _number(length: int | Tensor) -> int:
+    """Older versions of transformers give a tensor; in compiled layers numbers are symbols, and stay so."""
+    return int(length) if isinstance(length, Tensor) else length
 
 
 def _refuse(kernel: str, others: dict[str, Any]) -> None:
@@ -174,7 +182,6 @@ def _flat(rows_BHTD: Tensor, dtype: torch.dtype) -> Tensor:
     return rows_BHTD.transpose(1, 2).flatten(0, 1).to(dtype)
 
 
-@lru_cache(maxsize=1)
 def _varlen_parameters() -> frozenset[str] | None:
     """Of torch's `varlen_attn`, which 2.10 has with `is_causal`, 2.11 with `window_size` and 2.12 with `enable_gqa`."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
@@ -186,19 +193,20 @@ def _varlen() -> Any:
     return importlib.import_module("torch.nn.attention.varlen").varlen_attn
 
 
-def _torch_varlen(q: Tensor, k: Tensor, v: Tensor, how: Stretches) -> Tensor:
-    known = _varlen_parameters() or frozenset()
-    options: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
-    if "window_size" in known:
-        options["window_size"] = (-1, 0 if how.causal else -1)
-    else:
-        options["is_causal"] = how.causal
-    if "scale" in known:
-        options["scale"] = how.scale
-    else:
-        q = q * (how.scale * q.shape[-1] ** 0.5)  # 1 in all but a few models
-    out: Tensor = _varlen()(q, k, v, *how[:4], **options)
-    return out
+def _torch_varlen() -> Kernel:
+    known, function = _varlen_parameters() or frozenset(), _varlen()
+    shared: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
+    has_window, has_scale = "window_size" in known, "scale" in known
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, how: Stretches) -> Tensor:
+        causal = {"window_size": (-1, 0 if how.causal else -1)} if has_window else {"is_causal": how.causal}
+        scale = {"scale": how.scale} if has_scale else {}
+        if not has_scale:
+            q = q * (how.scale * q.shape[-1] ** 0.5)  # 1 in all but a few models
+        out: Tensor = function(q, k, v, *how[:4], **causal, **scale, **shared)
+        return out
+
+    return varlen
 
 
 def _one_by_one(q: Tensor, k: Tensor, v: Tensor, how: Stretches) -> Tensor:

@@ -195,11 +195,13 @@ def _by_main(action: Callable[[], ResultT], where: Path) -> ResultT:
 
 
 def _not_written(why: str, where: str) -> CheckpointError:
-    return CheckpointError(
+    error = CheckpointError(
         f"the checkpoint could not be written: {why}.",
         where=where,
         hint="The one before it is whole: make room, or mend the disk, and start again with --resume auto.",
-    ).of_all_ranks()
+    )
+    error.exit_code = 1  # nothing was wrong with what the user gave
+    return error.of_all_ranks()
 
 
 def _versions() -> dict[str, str]:

@@ -104,7 +104,7 @@ def measure(kernel: str, ids_1T: Tensor | None, length: int, args: argparse.Name
         return hidden
 
     total = median_ms(step, args.warm_up, args.repeats)
-    alone = median_ms(lambda: attend(model, options, length), args.warm_up, args.repeats)
+    alone = median_ms(attention_alone(model, options, length), args.warm_up, args.repeats)
     batch = median_ms(lambda: chosen.options(embeds, ids_1T), args.warm_up, args.repeats)
     embeds.grad = None
     torch.cuda.reset_peak_memory_stats()
@@ -119,18 +119,21 @@ def measure(kernel: str, ids_1T: Tensor | None, length: int, args: argparse.Name
     }  # fmt: skip
 
 
-def attend(model: Any, options: dict[str, Any], length: int) -> None:
+def attention_alone(model: Any, options: dict[str, Any], length: int) -> Callable[[], Any]:
     """Forward and backward pass of one layer's attention without its linear layers."""
-    torch.manual_seed(1)
-    sizes = (SHAPE["num_attention_heads"], SHAPE["num_key_value_heads"], SHAPE["num_key_value_heads"])
+    heads, key_heads, size = (SHAPE[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
     tensors = [
-        torch.randn(1, n, length, SHAPE["head_dim"], device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        for n in sizes
+        torch.randn(1, n, length, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for n in (heads, key_heads, key_heads)
     ]
-    out = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation](
-        model.model.layers[0].self_attn, *tensors, **options
-    )[0]
-    torch.autograd.grad(out.sum(), tensors)
+    function = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+    gradient = torch.randn(1, length, heads, size, device="cuda", dtype=torch.bfloat16)
+
+    def step() -> Any:
+        out = function(model.model.layers[0].self_attn, *tensors, **options)[0]
+        return torch.autograd.grad(out, tensors, gradient)
+
+    return step
 
 
 def compare(rows: dict[str, dict[str, Any]]) -> None:

@@ -133,7 +133,7 @@ def measure(name: str, cfg: Path, timeout_s: float, logs: Path | None) -> dict[s
         return {"way": name, "exit_code": code, "error": log[-500:]}
 
     def median(key: str) -> float:
-        return statistics.median(line[key] for line in lines)
+        return float(statistics.median(line[key] for line in lines))
 
     return {
         "way": name,

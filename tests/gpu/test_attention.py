@@ -15,7 +15,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLVisionModel
 from lavis_ds.batch import PADDING_SEGMENT, SEGMENT_STRIDE
 from lavis_ds.errors import ConfigError
 from lavis_ds.models.attention import Attention, choose
-from lavis_ds.models.attention_kernels import attention_function, missing
+from lavis_ds.models.attention_kernels import attention_function, load, missing
 from lavis_ds.models.language.segments import attention_mask, boundaries
 from lavis_ds.models.vision.qwen_vl_tower import QwenVLTower
 
@@ -51,6 +51,7 @@ def error(value: Tensor, reference: Tensor) -> float:
 def test_kernels_equal_the_reference(kernel: str, size: int, heads: int, key_heads: int, kind: str) -> None:
     """Measured on an H200 with torch's kernel: 2.5e-3 forward, 3.5e-3 backward."""
     require(kernel)
+    load(kernel)
     ids_BT = segment_ids(kind, 1000)
     real_BT = ids_BT != PADDING_SEGMENT
     tensors = [
@@ -229,6 +230,29 @@ def test_towers_run_pictures_in_one_call(hidden: int, heads: int) -> None:
     (expected, _), (found, names) = made("eager"), made("varlen")
     assert error(found, expected) < 0.02
     assert any("flash_fwd" in name for name in names), sorted(names)
+
+
+def test_one_graph_for_all_layers_and_packs() -> None:
+    """One more where keys are gathered, as in rows of independent questions."""
+    require("varlen")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model, chosen = decoder("varlen", torch.bfloat16)
+    expected, _ = decoder("varlen", torch.bfloat16)
+    for layer in model.model.layers:
+        layer.compile(dynamic=True, fullgraph=True)
+    for kind, length in (
+        ("packed", 1000),
+        ("packed", 1100),
+        ("independent", 1000),
+        ("packed", 2000),
+        ("independent", 999),
+    ):
+        embeds, ids_BT = torch.randn(2, length, 512, device="cuda"), segment_ids(kind, length)
+        found = run(model, chosen, ids_BT, embeds, ids_BT != PADDING_SEGMENT)
+        for ours, other in zip(found, run(expected, chosen, ids_BT, embeds, ids_BT != PADDING_SEGMENT), strict=True):
+            assert error(ours, other) < 0.03  # fused kernels round less often
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
 def test_generation_is_the_same() -> None:

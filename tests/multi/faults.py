@@ -212,7 +212,7 @@ def not_finite_on_rank_1() -> None:
 
 
 def writing_takes_longer_than_an_evaluation() -> None:
-    """Each rank writes its files of the first three checkpoints when the next step's evaluation is over, and says so."""
+    """Each rank writes its first three checkpoints when the next step's evaluation is over, and says so."""
     from lavis_ds.engines import fragments
     from lavis_ds.runners import train
 

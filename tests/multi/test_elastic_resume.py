@@ -1,4 +1,4 @@
-"""A run goes on at another number of ranks, another ZeRO stage and in another engine, with the losses it would have had."""
+"""A run goes on at another number of ranks, ZeRO stage and engine, with the losses it would have had."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ LAST = f"checkpoints/step_{STEPS:08d}/weights/model.safetensors"
 
 
 def train_until_killed(cfg: str, options: list[str], job_id: str, rank: int | None, after_s: float) -> int:
-    """A run that goes on from its newest checkpoint; the rank, or all where it is None, dies `after_s` into training."""
+    """A run that goes on from its newest checkpoint; `rank`, or all where it is None, dies `after_s` into training."""
     from lavis_ds.runners import train as train_module
 
     train_loop = train_module.TrainRunner._train

@@ -173,11 +173,10 @@ def test_torchs_kernel_is_called_as_its_version_wants(
     monkeypatch: pytest.MonkeyPatch, function: Any, scaled: float, options: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(attention_kernels, "_varlen", lambda: function)
-    attention_kernels._varlen_parameters.cache_clear()
+    monkeypatch.setattr(attention_kernels, "_LOADED", {})
     monkeypatch.setattr(attention_kernels.importlib.util, "find_spec", lambda name: name)
     q = torch.randn(3, 2, 8)
     query, given = attention_kernels.load("varlen")(q, q, q, HOW)
-    attention_kernels._varlen_parameters.cache_clear()
     torch.testing.assert_close(query, q * scaled)
     assert given == {**options, "ends": (4, 4)}
 
@@ -202,6 +201,7 @@ def test_packages_are_called_by_name(monkeypatch: pytest.MonkeyPatch, gives_tupl
 
     package.flash_attn_varlen_func = flash_attn_varlen_func  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "flash_attn_interface", package)
+    monkeypatch.setattr(attention_kernels, "_LOADED", {})
     q = torch.zeros(3, 2, 8)
     assert torch.equal(attention_kernels.load("flash_attention_3")(q, q, q, HOW), q + 1)
 

@@ -36,6 +36,7 @@ VARLEN = Attention("varlen", "model.vision.attention", explicit=False)
 
 @pytest.fixture(autouse=True)
 def _as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch.nn.attention.varlen")
     monkeypatch.setattr(attention, "cannot_run", lambda _: None)
 
 
