@@ -253,6 +253,7 @@ def test_missing_yaml_names_its_neighbour(project: Path, capsys: pytest.CaptureF
     assert "'train.yaml'" in capsys.readouterr().err
 
 
+LAUNCHED = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 SLOW_TO_FIND_ELSEWHERE = ["key of run", "annotation file", "DeepSpeed nested key", "checkpoint missing"]
 
 
@@ -265,7 +266,7 @@ def test_a_real_process_says_so_before_torch_is_imported(case: str, project: Pat
     command = [sys.executable, "-X", "importtime", str(ROOT / "scripts" / "train.py"), "--cfg", str(project), *extra]
 
     begin = time.process_time()
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, "RANK": "0"})
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ, **LAUNCHED})
 
     assert time.process_time() - begin < 5
     assert done.returncode == 2

@@ -148,13 +148,18 @@ def attention_function(kernel: str) -> Callable[..., tuple[Tensor, None]]:
         out_NHD = function(
             q_NHD,
             k_MHD,
-            functional.pad(v_MHD, (0, q_NHD.shape[-1] - v_MHD.shape[-1])),  # DeepSeek's values are narrower
+            _widened(v_MHD, q_NHD.shape[-1]),
             Stretches(cu_seq_lens_q, cu_seq_lens_k, _number(max_length_q), _number(max_length_k), causal, scale),
         )
         rows, length = query.shape[0], query.shape[2]
         return out_NHD[..., : value.shape[-1]].reshape(rows, length, *out_NHD.shape[1:-1], value.shape[-1]), None
 
     return attend
+
+
+def _widened(v_MHD: Tensor, size: int) -> Tensor:
+    """Kernels want values as wide as keys; DeepSeek's are narrower. Padding by nothing would copy."""
+    return v_MHD if v_MHD.shape[-1] == size else functional.pad(v_MHD, (0, size - v_MHD.shape[-1]))
 
 
 def _number(length: int | Tensor) -> int:

@@ -10,6 +10,7 @@ from pathlib import Path
 from lavis_ds import distributed
 from lavis_ds.batch import Unusable
 from lavis_ds.errors import DataError, listed
+from lavis_ds.runners.job import writing
 from lavis_ds.runners.observers.jsonl import cut
 
 FILE_NAME = "quarantine.jsonl"
@@ -45,7 +46,8 @@ class Quarantine:
             new.update((sample.id, sample) for sample in own if sample.id not in self._found)
         self._found.update(new)
         if distributed.is_main() and new:
-            self._write(step, new.values())
+            with writing(self._path.parent):
+                self._write(step, new.values())
         num_samples = self._num_samples or max(samples_seen, _FEWEST)
         check(self._found.values(), num_samples, self._max_fraction, str(self._path))
 

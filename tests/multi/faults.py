@@ -110,29 +110,29 @@ def _at_step(step: int, action: Callable[[Any], object]) -> None:
         _before(TrainRunner, "_report_step", lambda self, *_: self.state.step == step and action(self))
 
 
-def _fill_the_disk(runner: Any) -> None:
-    """Leave 40 kB: enough for lines of metrics, too little for a checkpoint."""
-    folder = runner.job.folder
-    (folder.parent / "ballast").write_bytes(bytes(shutil.disk_usage(folder).free - 40_000))
+def _fill_the_disk(output: Path, free: int) -> None:
+    with contextlib.suppress(OSError), (output / "ballast").open("wb", buffering=0) as file:
+        while shutil.disk_usage(output).free > free:
+            file.write(bytes(4096))
 
 
 def disk_full_in_a_save() -> None:
-    """Somebody else fills the disk after step 5, unseen by the check that precedes a save."""
+    """Somebody else fills the disk when the save of step 6 begins, but for 40 kB, unseen by the check of its room."""
     from lavis_ds.runners import checkpoint_files
+    from lavis_ds.runners.checkpoint_writer import CheckpointWriter
+
+    def fill(self: Any, state: Any, *_: object) -> None:
+        if state.step == 6:
+            _fill_the_disk(self._folder.parent.parent, 40_000)
 
     checkpoint_files.check_space = lambda *_: None
-    _at_step(5, _fill_the_disk)
+    if _rank() == 0:
+        _before(CheckpointWriter, "begin", fill)
 
 
 def disk_full_before_a_line() -> None:
     """The disk is full when step 5 is reported."""
-    _at_step(5, lambda runner: (_fill_the_disk(runner), _fill_up(runner.job.folder.parent / "rest")))
-
-
-def _fill_up(path: Path) -> None:
-    with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(512))
+    _at_step(5, lambda runner: _fill_the_disk(runner.job.folder.parent, 0))
 
 
 def read_only_after_step_5() -> None:

@@ -38,9 +38,9 @@ OFFLOAD = "run.deepspeed_config={preset: zero2_offload}"
 CASES = [
     (2, "zero3", 1, "zero1"),
     (1, "zero1", 4, "zero3"),
-    (4, "zero2", 2, "zero2"),
     (2, "torch", 1, "zero0"),
-    (1, "zero0", 2, "torch"),
+    pytest.param(4, "zero2", 2, "zero2", marks=pytest.mark.slow),
+    pytest.param(1, "zero0", 2, "torch", marks=pytest.mark.slow),
 ]
 
 

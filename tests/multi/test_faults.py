@@ -61,9 +61,18 @@ def weights(folder: Path, step: int = STEPS) -> bytes:
     return (folder / "checkpoints" / f"step_{step:08d}" / "weights" / "model.safetensors").read_bytes()
 
 
-def assert_same_run(folder: Path, whole: Path) -> None:
+def assert_goes_on(project: Path, folder: Path, options: list[str], whole: Path) -> None:
+    """Started again, the run goes on after step 4 and ends as the one that nothing happened to."""
+    before = lines(folder)
+    assert [code for code, _ in run(project, folder.name, options)] == [0, 0]
+    assert lines(folder)[:4] == before[:4], "with the seconds they took: these steps were not done again"
+    assert not set(lines(folder)[4:]) & set(before)
     assert what_matters(metrics(folder)) == what_matters(metrics(whole))
     assert weights(folder) == weights(whole)
+
+
+def lines(folder: Path) -> list[str]:
+    return (folder / "metrics.jsonl").read_text().splitlines()
 
 
 # ---- killed at a certain point ---------------------------------------------------------------------------------------
@@ -83,8 +92,7 @@ def test_killed_in_evaluation_and_in_every_part_of_a_save(project: Path, whole: 
         with pytest.raises(RanksFailed, match="died with exit code -9"):
             run(project, "killed", [], fault)
         assert steps_of(folder) == left, fault.__name__
-    assert [code for code, _ in run(project, "killed", [])] == [0, 0]
-    assert_same_run(folder, whole)
+    assert_goes_on(project, folder, [], whole)
     assert [path.name for path in sorted((folder / "checkpoints").iterdir())] == ["latest", f"step_{STEPS:08d}"]
 
 
@@ -141,10 +149,10 @@ def test_a_full_disk_ends_the_run_with_one_error_and_costs_nothing(
     assert steps_of(small_disk / "a") == [4]
     assert not list((small_disk / "a" / "checkpoints").glob(".partial*")), "half a checkpoint takes room that is needed"
     (small_disk / "ballast").unlink()
-    assert [code for code, _ in run(project, "a", options)] == [0, 0]
-    assert_same_run(small_disk / "a", whole)
+    assert_goes_on(project, small_disk / "a", options, whole)
 
 
+@pytest.mark.slow
 @needs_mount
 def test_a_disk_too_full_for_a_line_of_metrics_is_told(project: Path, whole: Path, small_disk: Path) -> None:
     options = [f"run.output_dir={small_disk}"]
@@ -153,10 +161,8 @@ def test_a_disk_too_full_for_a_line_of_metrics_is_told(project: Path, whole: Pat
     assert f"error: {small_disk / 'a'}: the run can't write what it has to tell" in said_0
     assert "Traceback" not in said_0
     assert "ended, since another rank did" in said_1
-    for name in ("ballast", "rest"):
-        (small_disk / name).unlink()
-    assert [code for code, _ in run(project, "a", options)] == [0, 0]
-    assert_same_run(small_disk / "a", whole)
+    (small_disk / "ballast").unlink()
+    assert_goes_on(project, small_disk / "a", options, whole)
 
 
 @needs_mount
@@ -183,8 +189,7 @@ def test_a_disk_that_becomes_read_only_ends_the_run_with_one_error(project: Path
         assert "Read-only file system" in said_0
         assert "Traceback" not in said_0
         assert steps_of(tmp_path / "a") == [4]
-    assert [code for code, _ in run(project, "a", options)] == [0, 0]
-    assert_same_run(tmp_path / "a", whole)
+    assert_goes_on(project, tmp_path / "a", options, whole)
 
 
 def truncate(path: Path) -> None:
@@ -203,9 +208,7 @@ def test_damaged_checkpoints_are_passed_over_by_all_ranks(project: Path, whole: 
     shutil.copytree(whole, folder)
     truncate(folder / "checkpoints" / "step_00000008" / "weights" / "model.safetensors")
     flip_a_bit(folder / "checkpoints" / "step_00000006" / "optimizer" / "rank_00001_00000.safetensors")
-    codes = run(project, "damaged", ["run.observers=[console,jsonl]", "run.keep_last=9"])
-    assert [code for code, _ in codes] == [0, 0]
-    assert_same_run(folder, whole)
+    assert_goes_on(project, folder, ["run.keep_last=9"], whole)
 
 
 # ---- numbers that are not finite, on one rank ------------------------------------------------------------------------
@@ -218,22 +221,22 @@ def not_finite(project: Path, stage: int, policy: str) -> tuple[Path, list[tuple
 
 
 def test_a_rank_whose_numbers_are_not_finite_is_left_out_by_all(project: Path, whole: Path) -> None:
-    """Largest difference of losses between ZeRO-2 and ZeRO-3 seen: DIFFERENCE."""
+    """Largest difference of losses between ZeRO-2 and ZeRO-3 seen: 5e-7."""
     losses = {}
     for stage in (2, 3):
         folder, results = not_finite(project, stage, "skip")
         assert [code for code, _ in results] == [0, 0]
-        lines = metrics(folder)
-        assert [line["step"] for line in lines if line["train/grad_norm"] == float("inf")] == [2, 4]
-        assert [line["data/sample_ids"] for line in lines] == [line["data/sample_ids"] for line in metrics(whole)[:6]]
+        found = metrics(folder)
+        assert [line["step"] for line in found if line["train/grad_norm"] == float("inf")] == [2, 4]
+        assert [line["data/sample_ids"] for line in found] == [line["data/sample_ids"] for line in metrics(whole)[:6]]
         saved = load_file(folder / "checkpoints" / "step_00000006" / "weights" / "model.safetensors")
         assert all(tensor.isfinite().all() for tensor in saved.values())
-        losses[stage] = [line["train/loss"] for line in lines if line["step"] != 2]
+        losses[stage] = [line["train/loss"] for line in found if line["step"] != 2]
     print("largest difference", max(abs(a - b) for a, b in zip(losses[2], losses[3], strict=True)))
     assert losses[3] == pytest.approx(losses[2], abs=1e-5)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_a_rank_whose_numbers_are_not_finite_ends_the_run(stage: int, project: Path, whole: Path) -> None:
     folder, ((code_0, said_0), (code_1, said_1)) = not_finite(project, stage, "stop")
     assert (code_0, code_1, said_1) == (1, 1, ""), "one rank tells it"

@@ -25,7 +25,10 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_project(tmp_path_factory.mktemp("project"), max_steps=STEPS, save_every=2, num_workers=2)
 
 
-CASES = [(ranks, f"zero{stage}") for ranks in (1, 2) for stage in range(4)] + [(1, "torch"), (2, "torch")]
+CASES = [
+    *((2, engine) for engine in ("zero0", "zero1", "zero2", "zero3", "torch")),
+    *(pytest.param(1, engine, marks=pytest.mark.slow) for engine in ("zero0", "zero1", "zero2", "zero3", "torch")),
+]
 
 
 @pytest.mark.parametrize(("ranks", "engine"), CASES)

@@ -17,13 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lavis_ds.batch import PADDING_SEGMENT, SEGMENT_STRIDE
 from lavis_ds.errors import ConfigError
-from lavis_ds.models import attention
+from lavis_ds.models import attention, attention_kernels
 from lavis_ds.models.configs import HFCausalLMConfig
 from lavis_ds.models.language.hf_causal_lm import HFCausalLM
 from lavis_ds.models.skeleton import without_weights
 
 Make = Callable[..., HFCausalLM]
 WHERE = "model.language.attention"
+STRIDE = SEGMENT_STRIDE
 
 
 @pytest.fixture
@@ -263,3 +264,23 @@ def test_a_copy_is_independent(make: Make) -> None:
     assert_equal(
         outputs_and_gradients(copy.deepcopy(model), "independent"), outputs_and_gradients(model, "independent")
     )
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_compiled_layers_take_every_pack_without_a_break(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for all layers, and one more where keys are gathered; rows, samples and lengths may change."""
+    monkeypatch.setattr(attention_kernels, "cannot_run", lambda _: None)
+    monkeypatch.setitem(
+        attention_kernels._LOADED, "varlen", lambda q, k, v, how: q * how.scale + how.ends_q.sum() + how.max_q + k.sum()
+    )
+    model = make("varlen", num_hidden_layers=3)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for block in model.lm.model.layers:
+        block.compile(dynamic=True, fullgraph=True, backend="eager")
+    for stretches in ([(0, 60), (1, 9), (2, 12)], [(0, 40), (STRIDE, 80)], [(0, 9), (STRIDE, 30), (2 * STRIDE, 7)]):
+        segments = torch.tensor([[segment for segment, count in stretches for _ in range(count)]])
+        model(
+            model.embed(torch.full_like(segments, 7)), torch.arange(segments.shape[1])[None], segments
+        ).sum().backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2

@@ -34,7 +34,7 @@ def test_saved_and_restored(tmp_path: Path) -> None:
     saved = state()
     saved.advance(samples=4, tokens=50, targets=20)
     saved.steps_skipped = 1
-    saved.save(tmp_path / "s.json")
+    (tmp_path / "s.json").write_text(saved.to_json())
     restored = state()
     restored.restore(tmp_path / "s.json")
     assert restored == saved
@@ -43,7 +43,7 @@ def test_saved_and_restored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sizes", [{"a": 6, "b": 5}, {"a": 10}, {"b": 4, "c": 6}])
 def test_other_data_are_refused(sizes: dict[str, int], tmp_path: Path) -> None:
-    state().save(tmp_path / "s.json")
+    (tmp_path / "s.json").write_text(state().to_json())
     other = TrainState(step=0, dataset_sizes=sizes, global_batch_size=4)
     with pytest.raises(CheckpointError, match="training data is not what this checkpoint") as caught:
         other.restore(tmp_path / "s.json")
@@ -52,7 +52,7 @@ def test_other_data_are_refused(sizes: dict[str, int], tmp_path: Path) -> None:
 
 
 def test_another_global_batch_is_refused_with_both_numbers(tmp_path: Path) -> None:
-    state().save(tmp_path / "s.json")
+    (tmp_path / "s.json").write_text(state().to_json())
     other = TrainState(dataset_sizes=state().dataset_sizes, global_batch_size=8)
     with pytest.raises(CheckpointError, match=r"global batch size.*Given: 8\. Expected: 4\."):
         other.restore(tmp_path / "s.json")
@@ -68,14 +68,14 @@ def test_damaged_state(content: str | None, tmp_path: Path) -> None:
 
 
 def test_the_file_is_json_of_every_counter(tmp_path: Path) -> None:
-    state().save(tmp_path / "s.json")
+    (tmp_path / "s.json").write_text(state().to_json())
     assert set(json.loads((tmp_path / "s.json").read_text())) == set(TrainState.__dataclass_fields__)
 
 
 def test_another_seed_or_order_of_datasets_is_refused(tmp_path: Path) -> None:
     """Both would silently change which samples come next."""
     saved = TrainState(dataset_sizes={"a": 6, "b": 4}, global_batch_size=4, seed=1)
-    saved.save(tmp_path / "state.json")
+    (tmp_path / "state.json").write_text(saved.to_json())
     for other in (
         TrainState(dataset_sizes={"a": 6, "b": 4}, global_batch_size=4, seed=2),
         TrainState(dataset_sizes={"b": 4, "a": 6}, global_batch_size=4, seed=1),
