@@ -202,7 +202,8 @@ def test_a_killed_call_leaves_no_process_that_holds_the_folder(plain, tmp_path) 
         try:
             written = write_shards(plain, str(out), max_samples=4, num_processes=2, resume=True)
         except ConfigError as error:
-            assert "another process is writing" in str(error)
+            if "another process is writing" not in str(error):
+                raise
             time.sleep(0.1)
         else:
             break
