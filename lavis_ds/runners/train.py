@@ -144,7 +144,7 @@ class TrainRunner:
                 metrics.update(settings.metrics)
                 result = engine.step(lr, settings.lr_factors)
                 if result.applied:
-                    self._require_finite(loss, "loss", group, outputs)
+                    self._require_finite(loss, "loss", group, outputs, outcome="its gradient is finite and was applied")
                     self.skipped_in_a_row = 0
                 else:
                     self._skipped(result.grad_norm, group, outputs)
@@ -171,13 +171,20 @@ class TrainRunner:
 
     # --- what a step calls -----------------------------------------------------------------------------------------
 
-    def _require_finite(self, value: float, what: str, group: Sequence[Batch], outputs: Sequence[StepOutput]) -> None:
-        """`value` is equal on all ranks, so all ranks raise together and before the weights are touched."""
+    def _require_finite(
+        self,
+        value: float,
+        what: str,
+        group: Sequence[Batch],
+        outputs: Sequence[StepOutput],
+        outcome: str = "the weights were not changed by this step",
+    ) -> None:
+        """`value` is equal on all ranks, so all ranks raise together, as a rule before the weights are touched."""
         if math.isfinite(value):
             return
         ranks, ids = suspects(group, outputs)
         raise NonFiniteError(
-            f"the {what} is {value}; the weights were not changed by this step.",
+            f"the {what} is {value}; {outcome}.",
             where=f"step {self.state.step + 1}, rank {', '.join(map(str, ranks))}",
             given=f"samples {', '.join(ids)}",
             hint=f"Look at these samples, lower run.init_lr, or resume from {self.job.checkpoints} with --resume auto.",

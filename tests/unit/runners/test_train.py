@@ -264,6 +264,19 @@ def test_a_step_that_is_not_finite_can_be_skipped(
     assert [line["data/sample_ids"] for line in lines] == [line["data/sample_ids"] for line in metrics(tiny_run.folder)]
 
 
+def test_a_loss_that_is_not_finite_with_a_finite_gradient_ends_the_run(
+    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class InfiniteLoss(Vlm):
+        def forward(self, batch: Any) -> tuple[torch.Tensor, ...]:
+            loss, *rest = super().forward(batch)
+            return loss + float("inf"), *rest
+
+    monkeypatch.setitem(registry.models._classes, "vlm", InfiniteLoss)
+    with pytest.raises(NonFiniteError, match="the loss is inf; its gradient is finite and was applied"):
+        make_runner("run.on_non_finite=skip").run()
+
+
 def test_too_many_skipped_steps_end_the_run(make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     class AlwaysNan(Vlm):
         def forward(self, batch: Any) -> tuple[torch.Tensor, ...]:
