@@ -69,6 +69,7 @@ def test_16_bit_masters_go_on_unrounded(project: Path) -> None:
     assert max(differences) < 2e-3
 
 
+@pytest.mark.slow
 def test_killed_while_checkpoints_are_written_in_the_background(
     project: Path, uninterrupted: list[dict[str, Any]]
 ) -> None:

@@ -56,6 +56,7 @@ def _weights(run: Path) -> bytes:
     return (run / "checkpoints" / f"step_{STEPS:08d}" / "weights" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_stop_at_step_saves_and_says_so(project: Path) -> None:
     options = ["run.engine=torch", "run.stop_at_step=3"]
     run_ranks(train, 1, str(project), ["run.engine=torch"], "never_stopped", None, timeout_s=150, join_group=False)

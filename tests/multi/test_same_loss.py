@@ -39,7 +39,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = {"zero0", "zero1", *(f"zero{stage} x2" for stage in range(4))}
+"""What others cover: accumulation on two ranks, and the stages between."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])
 def test_losses_and_gradients_equal_the_reference(case: str, project: Path, reference: list[dict[str, float]]) -> None:
     world_size, options = CASES[case]
     assert_same(losses(project, world_size, options, case.replace(" ", "_")), reference)
