@@ -78,9 +78,4 @@ def _copied(
     """Stage 0 in 16 bits: a whole float32 copy of each parameter on every rank."""
     pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
     copies = {id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}
-    for number, (name, parameter) in enumerate(named):
-        high = copies[id(parameter)]
-        state = moments_of(base, high)
-        moments = {kind: value.view(-1) for kind, value in state.items() if kind != "step"}
-        owned = number % size == rank
-        yield Fragment(name, 0, parameter.shape, high.detach().view(-1), moments, state, is_owner=owned)
+    yield from whole(named, base, rank=rank, world_size=size, copies=copies)

@@ -121,9 +121,9 @@ class StoredFragments:
         self._places: dict[str, list[_Place]] = defaultdict(list)
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.steps: dict[str, float] = {}
-        self._open: tuple[Path, Any] | None = None
+        self._files: dict[Path, tuple[Any, frozenset[str]]] = {}
         for path in sorted(folder.glob("rank_*.safetensors")):
-            for name, place in json.loads(self._file(path).metadata()["fragments"]).items():
+            for name, place in json.loads(self._file(path)[0].metadata()["fragments"]).items():
                 self._places[name].append(_Place(path, place["start"], place["numel"]))
                 self.shapes[name], self.steps[name] = tuple(place["shape"]), place["step"]
 
@@ -136,8 +136,8 @@ class StoredFragments:
         filled = 0
         for place in self._places[name]:
             first, last = max(start, place.start), min(start + target.numel(), place.start + place.numel)
-            file, key = self._file(place.path), f"{kind}:{name}"
-            if key not in file.keys():  # noqa: SIM118 (no mapping)
+            (file, keys), key = self._file(place.path), f"{kind}:{name}"
+            if key not in keys:
                 return False
             if first < last:
                 piece = file.get_slice(key)[first - place.start : last - place.start]
@@ -149,13 +149,15 @@ class StoredFragments:
             )
         return True
 
-    def _file(self, path: Path) -> Any:
-        if self._open is None or self._open[0] != path:
+    def _file(self, path: Path) -> tuple[Any, frozenset[str]]:
+        """The open file and its keys: a parameter's stretches lie in several files, so all of them stay open."""
+        if path not in self._files:
             try:
-                self._open = path, safe_open(path, framework="pt")
+                file: Any = safe_open(path, framework="pt")
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"this file is damaged ({error}).", where=str(path)) from error
-        return self._open[1]
+            self._files[path] = file, frozenset(file.keys())
+        return self._files[path]
 
 
 def restore(fragments: Iterable[Fragment], stored: StoredFragments, weights: Mapping[str, Tensor]) -> list[str]:
@@ -219,21 +221,35 @@ def _counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def whole(
-    named: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer, *, rank: int, world_size: int
+    named: Iterable[tuple[str, Tensor]],
+    optimizer: torch.optim.Optimizer,
+    *,
+    rank: int,
+    world_size: int,
+    copies: Mapping[int, Tensor] | None = None,
 ) -> Iterator[Fragment]:
-    """Fragments of an optimizer that updates whole parameters, the same on every rank: each owns every n-th."""
-    held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    """Fragments of an optimizer that updates whole parameters, the same on every rank: each owns every n-th.
+
+    Args:
+        named: parameters by name.
+        optimizer: what updates them.
+        rank: of this process.
+        world_size: number of ranks.
+        copies: id of a parameter -> the float32 copy that is updated in its place, where there are such.
+    """
+    held = copies if copies is not None else {id(p): p for group in optimizer.param_groups for p in group["params"]}
     trained = [(name, p) for name, p in named if id(p) in held]
     for number, (name, parameter) in enumerate(trained):
-        state = moments_of(optimizer, parameter)
+        master = held[id(parameter)]
+        state = moments_of(optimizer, master)
         moments = {kind: value.view(-1) for kind, value in state.items() if kind != "step"}
         yield Fragment(
             name,
             0,
             parameter.shape,
-            parameter.detach().view(-1),
+            master.detach().view(-1),
             moments,
             state,
-            has_own_master=False,
+            has_own_master=copies is not None,
             is_owner=number % world_size == rank,
         )

@@ -19,6 +19,14 @@ TowerAttentionKernel = Literal[
 ]
 
 
+def _check_one_source(path: str | None, config: dict[str, Any] | None) -> None:
+    """Raises:
+    ValueError: not exactly one of the two is given.
+    """
+    if (path is None) == (config is None):
+        raise ValueError("give either `path` (a hub id or folder) or `config` (a shape with random weights)")
+
+
 class LoraConfig(Config):
     """Low-rank adapters inside a part, under PEFT's names; the part's own weights do not train."""
 
@@ -115,8 +123,7 @@ class HFVisionConfig(VisionEncoderConfig):
 
     @model_validator(mode="after")
     def _one_source(self) -> HFVisionConfig:
-        if (self.path is None) == (self.config is None):
-            raise ValueError("give either `path` (a hub id or folder) or `config` (a shape with random weights)")
+        _check_one_source(self.path, self.config)
         if self.config is not None and "model_type" not in self.config:
             raise ValueError("`config` must hold `model_type`, such as siglip_vision_model")
         return self
@@ -137,8 +144,7 @@ class Siglip2NaFlexConfig(VisionEncoderConfig):
 
     @model_validator(mode="after")
     def _one_source(self) -> Siglip2NaFlexConfig:
-        if (self.path is None) == (self.config is None):
-            raise ValueError("give either `path` (a hub id or folder) or `config` (a shape with random weights)")
+        _check_one_source(self.path, self.config)
         if self.config is not None and "model_type" not in self.config:
             raise ValueError("`config` must hold `model_type`: siglip2_vision_model")
         return self
@@ -248,8 +254,7 @@ class HFCausalLMConfig(LanguageModelConfig):
 
     @model_validator(mode="after")
     def _one_source(self) -> HFCausalLMConfig:
-        if (self.path is None) == (self.config is None):
-            raise ValueError("give either `path` (a hub id or folder) or `config` (a shape with random weights)")
+        _check_one_source(self.path, self.config)
         if self.path is None and self.tokenizer is None:
             raise ValueError("`tokenizer` must be given, since `config` names no folder that holds one")
         if self.config is not None and "model_type" not in self.config:
@@ -322,8 +327,7 @@ class QwenVLConfig(ModelConfig):
 
     @model_validator(mode="after")
     def _one_source(self) -> QwenVLConfig:
-        if (self.path is None) == (self.config is None):
-            raise ValueError("give either `path` (a hub id or folder) or `config` (a shape with random weights)")
+        _check_one_source(self.path, self.config)
         if self.path is None and self.language.tokenizer is None:
             raise ValueError("`language.tokenizer` must be given, since `config` names no folder that holds one")
         return self

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -95,21 +94,16 @@ class WeightsFolder(Mapping[str, Tensor]):
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self._paths = read_keys(folder)
-        self._files: dict[Path, Any] = {}
+        self._stored = open_weights(folder)
 
     def __getitem__(self, name: str) -> Tensor:
-        path = self._paths[name]
-        if path not in self._files:
-            self._files[path] = open_safetensors(path)
-        tensor: Tensor = self._files[path].get_tensor(name)
-        return tensor
+        return self._stored[name].read()
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._paths)
+        return iter(self._stored)
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._stored)
 
 
 def read_keys(folder: str | Path) -> dict[str, Path]:

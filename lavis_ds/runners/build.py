@@ -21,7 +21,6 @@ from lavis_ds.engines.base import Engine
 from lavis_ds.engines.ds_config import BatchPlan
 from lavis_ds.errors import ConfigError
 from lavis_ds.models.base import Model
-from lavis_ds.optim.groups import param_groups
 from lavis_ds.optim.schedules import Schedule, ScheduleShape
 from lavis_ds.tasks.base import EvalContext, Task
 
@@ -37,9 +36,8 @@ def build_model(config: RootConfig) -> Model:
     return built
 
 
-def build_engine(config: RootConfig, model: Model, plan: BatchPlan) -> Engine:
-    """What computes and updates, with the model inside."""
-    groups = param_groups(model, config.run)
+def build_engine(config: RootConfig, model: Model, groups: list[dict[str, Any]], plan: BatchPlan) -> Engine:
+    """What computes and updates, with the model inside. `groups` are the optimizer's (`optim.groups`)."""
     made: Engine = registry.engines.get(config.run.engine)(model, groups, config.run, plan)
     return made
 

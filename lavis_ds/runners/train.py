@@ -53,8 +53,9 @@ class TrainRunner:
         self.model = build.build_model(config)
         self.text_context = build.text_context(self.model)
         self.work = self.model.work()
-        self.parts = parameter_table(self.model, param_groups(self.model, self.run_config))
-        self.engine = build.build_engine(config, self.model, self.plan)
+        groups = param_groups(self.model, self.run_config)
+        self.parts = parameter_table(self.model, groups)
+        self.engine = build.build_engine(config, self.model, groups, self.plan)
         self._build_data()
         self.state = TrainState(
             dataset_sizes=dict(zip(self.datasets, self.train_data.sizes, strict=True)),
