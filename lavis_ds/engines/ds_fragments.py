@@ -6,13 +6,18 @@ runtime/fp16/unfused_optimizer.py and utils/tensor_fragment.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from lavis_ds.engines.fragments import Fragment, moments_of, whole
+from lavis_ds import distributed
+from lavis_ds.engines.fragments import Fragment, held_stretch, whole
+from lavis_ds.optim.master_adamw import MasterAdamW
+from lavis_ds.optim.muon import Piece
+
+Named = list[tuple[str, Any]]
 
 
 def fragments(
@@ -28,53 +33,86 @@ def fragments(
         size: their number.
     """
     named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
-    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        yield from _partitioned(named, optimizer, base, rank)
-    elif hasattr(optimizer, "_link_all_hp_params"):
-        yield from _flattened(named, optimizer, base)
+    if isinstance(base, MasterAdamW):
+        yield from whole(named, base, rank=rank, world_size=size, copies=base.masters)
+    elif _is_flat(optimizer):
+        yield from _flat(named, optimizer, base)
     elif hasattr(optimizer, "fp32_groups"):
         yield from _copied(named, optimizer, base, rank, size)
     else:
         yield from whole(named, base, rank=rank, world_size=size)
 
 
-def _partitioned(
-    named: list[tuple[str, Any]], optimizer: Any, base: torch.optim.Optimizer, rank: int
-) -> Iterator[Fragment]:
+class _Place(NamedTuple):
+    """A stretch of a parameter in a flat partition, by the partition's number."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    group: int
+    offset: int
+    numel: int
+
+
+def _is_flat(optimizer: Any) -> bool:
+    return hasattr(optimizer, "fp32_partitioned_groups_flat") or hasattr(optimizer, "_link_all_hp_params")
+
+
+def _flats(optimizer: Any) -> list[Tensor]:
+    """This rank's partition of each group: ZeRO-3; ZeRO-1 and 2; bf16 with float32 gradients below."""
+    names = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+    return list(getattr(optimizer, next(name for name in names if hasattr(optimizer, name))))
+
+
+def _places(named: Named, optimizer: Any) -> Iterator[_Place]:
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return _partitioned(named, optimizer)
+    return _flattened(named)
+
+
+def _partitioned(named: Named, optimizer: Any) -> Iterator[_Place]:
     """ZeRO-3: each parameter is cut into as many stretches as there are ranks, the last ones padded."""
     for name, parameter in named:
         group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        start = rank * parameter.partition_numel()
+        start = distributed.global_rank() * parameter.partition_numel()
         numel = min(parameter.partition_numel(), parameter.ds_numel - start)
         if numel > 0:
-            flat = optimizer.fp32_partitioned_groups_flat[group]
-            yield _stretch(name, start, parameter.ds_shape, flat, offset, numel, base)
+            yield _Place(name, parameter.ds_shape, start, group, offset, numel)
 
 
-def _flattened(named: list[tuple[str, Any]], optimizer: Any, base: torch.optim.Optimizer) -> Iterator[Fragment]:
-    """ZeRO-1 and 2, and bf16 with float32 gradients below: a group's parameters end to end, cut at any place."""
-    flats = getattr(optimizer, "single_partition_of_fp32_groups", None)
-    if flats is None:
-        flats = optimizer.fp32_groups_flat_partition
+def _flattened(named: Named) -> Iterator[_Place]:
+    """Below ZeRO-3: a group's parameters end to end, cut at any place."""
     for name, parameter in named:
         mapping = parameter._hp_mapping
         if mapping is not None:  # else none of it is on this rank
             at, held = mapping.lp_fragment_address, mapping.hp_fragment_address
-            flat = flats[mapping.param_group_index]
-            yield _stretch(name, at.start, parameter.shape, flat, held.start, held.numel, base)
+            yield _Place(name, parameter.shape, at.start, mapping.param_group_index, held.start, held.numel)
 
 
-def _stretch(
-    name: str, start: int, shape: torch.Size, flat: Any, offset: int, numel: int, base: torch.optim.Optimizer
-) -> Fragment:
-    state = moments_of(base, flat)
-    moments = {kind: value.narrow(0, offset, numel) for kind, value in state.items() if kind != "step"}
-    return Fragment(name, start, shape, flat.detach().narrow(0, offset, numel), moments, state)
+def _flat(named: Named, optimizer: Any, base: torch.optim.Optimizer) -> Iterator[Fragment]:
+    flats = _flats(optimizer)
+    for name, shape, start, group, offset, numel in _places(named, optimizer):
+        yield held_stretch(name, start, shape, flats[group], offset, numel, base)
 
 
-def _copied(
-    named: list[tuple[str, Any]], optimizer: Any, base: torch.optim.Optimizer, rank: int, size: int
-) -> Iterator[Fragment]:
+def pieces(module: nn.Module, names: Iterable[str], optimizer: Any) -> dict[Tensor, list[Piece]]:
+    """Where these parameters lie in this rank's flat partitions; none without ZeRO. Called on all ranks."""
+    if not _is_flat(optimizer):
+        return {}
+    chosen = set(names)
+    places = {p.name: p for p in _places([(n, p) for n, p in module.named_parameters() if n in chosen], optimizer)}
+    held_by_ranks = distributed.gather_objects({place.name: (place.group, place.shape) for place in places.values()})
+    flats, found = _flats(optimizer), dict[Tensor, list[Piece]]()
+    for name in (name for name, _ in module.named_parameters() if name in chosen):
+        held = [places_of_rank[name] for places_of_rank in held_by_ranks if name in places_of_rank]
+        (group, shape), is_shared = held[0], len(held) > 1
+        if is_shared or name in places:
+            place = places.get(name) or _Place(name, shape, 0, group, 0, 0)
+            found.setdefault(flats[group], []).append(Piece(shape, place.start, place.offset, place.numel, is_shared))
+    return found
+
+
+def _copied(named: Named, optimizer: Any, base: torch.optim.Optimizer, rank: int, size: int) -> Iterator[Fragment]:
     """Stage 0 in 16 bits: a whole float32 copy of each parameter on every rank."""
     pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
     copies = {id(low): high for lows, highs in pairs for low, high in zip(lows, highs, strict=True)}

@@ -7,6 +7,7 @@ import operator
 from collections.abc import Mapping
 from typing import Any
 
+from lavis_ds.engines import ds_optimizer
 from lavis_ds.engines.ds_schema import Key, Schema, installed_schema
 from lavis_ds.errors import ConfigError, did_you_mean
 
@@ -162,7 +163,7 @@ class _Linter:
         if kind.lower() not in {"adam", "adamw"}:
             one_bit = kind.lower().startswith(("onebit", "zeroone"))
             gone = "1-bit optimizers are gone from DeepSpeed; " if one_bit else ""
-            self._report("optimizer.type", f"{gone}run.optimizer builds AdamW, the only one there is. Given: {kind!r}.")
+            self._report("optimizer.type", f"{gone}{ds_optimizer.CHOICES} Given: {kind!r}.")
         for name in sorted(value.keys() - {"type", "params"}):
             self._report(f"optimizer.{name}", "there is no such key. Known keys: type, params.")
         params = value.get("params") or {}
@@ -186,13 +187,15 @@ class _Linter:
             if device != "none" and stage < lowest:
                 text = f"needs zero_optimization.stage {lowest} or more; the stage is {stage}."
                 self._report(f"zero_optimization.{name}", text)
-            if device == "nvme" and name == "offload_optimizer":
-                self._report(
-                    f"zero_optimization.{name}.device",
-                    "DeepSpeed's checkpoints of optimizer states on nvme load without their weights; use device: cpu.",
-                )
-            elif device == "nvme" and not zero[name].get("nvme_path"):
+            if device == "nvme" and not zero[name].get("nvme_path"):
                 self._report(f"zero_optimization.{name}.nvme_path", "this folder must be given for device: nvme.")
+            elif device == "nvme" and stage < 3:
+                self._report(f"zero_optimization.{name}.device", f"nvme needs stage 3; the stage is {stage}.")
+        for name in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
+            if int(zero.get(name, 0)) > (name == "zero_hpz_partition_size") and stage < 3:
+                self._report(f"zero_optimization.{name}", f"ZeRO++ needs stage 3; the stage is {stage}.")
+        for path, reason in ds_optimizer.refusals(zero):
+            self._report(f"zero_optimization.{path}", reason)
 
 
 def _is_a(value: Any, type_name: str) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from lavis_ds.errors import CheckpointError
+from lavis_ds.optim import states
 
 MASTER = "master"
 _MAX_FILE_BYTES = 2 * 2**30
@@ -39,6 +40,8 @@ class Fragment:
         clock: the mapping that holds the optimizer's count of steps as `step`.
         has_own_master: False where the model's own weights are the master, so that it is not written twice.
         is_owner: False where another rank writes the same.
+        scales: of 8-bit moments: one element for each block of neighbours, views of those that overlap this stretch.
+        phase: elements of the first of these blocks that lie before this stretch.
     """
 
     name: str
@@ -49,6 +52,8 @@ class Fragment:
     clock: dict[str, Any]
     has_own_master: bool = True
     is_owner: bool = True
+    scales: dict[str, Tensor] = field(default_factory=dict)
+    phase: int = 0
 
 
 def on_host(fragments: Iterable[Fragment]) -> list[Fragment]:
@@ -58,6 +63,7 @@ def on_host(fragments: Iterable[Fragment]) -> list[Fragment]:
             fragment,
             master=_copied(fragment.master),
             moments={kind: _copied(moment) for kind, moment in fragment.moments.items()},
+            scales={kind: _copied(scale) for kind, scale in fragment.scales.items()},
             clock={"step": float(fragment.clock.get("step", 0))},
         )
         for fragment in fragments
@@ -86,7 +92,8 @@ def write(fragments: Iterable[Fragment], folder: Path, rank: int) -> None:
     for fragment in fragments:
         if not fragment.is_owner:
             continue
-        pieces = {**fragment.moments, **({MASTER: fragment.master} if fragment.has_own_master else {})}
+        pieces = {**fragment.moments, **fragment.scales}
+        pieces |= {MASTER: fragment.master} if fragment.has_own_master else {}
         added = sum(piece.nbytes for piece in pieces.values())
         if pending and size + added > _MAX_FILE_BYTES:
             flush()
@@ -97,6 +104,7 @@ def write(fragments: Iterable[Fragment], folder: Path, rank: int) -> None:
             "numel": fragment.master.numel(),
             "shape": list(fragment.shape),
             "step": float(fragment.clock.get("step", 0)),
+            **({"phase": fragment.phase} if fragment.scales else {}),
         }
         size += added
     if places:
@@ -107,6 +115,7 @@ class _Place(NamedTuple):
     path: Path
     start: int
     numel: int
+    phase: int | None  # None where the moments have no blocks
 
 
 class StoredFragments:
@@ -124,7 +133,7 @@ class StoredFragments:
         self._files: dict[Path, tuple[Any, frozenset[str]]] = {}
         for path in sorted(folder.glob("rank_*.safetensors")):
             for name, place in json.loads(self._file(path)[0].metadata()["fragments"]).items():
-                self._places[name].append(_Place(path, place["start"], place["numel"]))
+                self._places[name].append(_Place(path, place["start"], place["numel"], place.get("phase")))
                 self.shapes[name], self.steps[name] = tuple(place["shape"]), place["step"]
 
     def fill(self, target: Tensor, kind: str, name: str, start: int) -> bool:
@@ -149,6 +158,34 @@ class StoredFragments:
             )
         return True
 
+    def fill_blocks(self, fragment: Fragment) -> None:
+        """Copy 8-bit moments and their scales, which only go together as they were cut.
+
+        Raises:
+            CheckpointError: they were cut in other places, or were not in 8 bits.
+        """
+        for place in self._places[fragment.name]:
+            if (place.start, place.numel, place.phase) == (fragment.start, fragment.master.numel(), fragment.phase):
+                file = self._file(place.path)[0]
+                for kind, target in {**fragment.moments, **fragment.scales}.items():
+                    target.copy_(file.get_tensor(f"{kind}:{fragment.name}"))
+                return
+        raise self._not_in_blocks(fragment.name)
+
+    def refuse_blocks(self, name: str) -> None:
+        """Raises:
+        CheckpointError: the moments are in 8 bits, and can't go where they would be in others.
+        """
+        if any(place.phase is not None for place in self._places[name]):
+            raise self._not_in_blocks(name)
+
+    def _not_in_blocks(self, name: str) -> CheckpointError:
+        return CheckpointError(
+            f"8-bit moments of {name} were cut in other places, or are in other bits.",
+            where=str(self._folder),
+            hint="They go on only with optimizer, engine, ZeRO stage, ranks and trained parameters of before.",
+        )
+
     def _file(self, path: Path) -> tuple[Any, frozenset[str]]:
         """The open file and its keys: a parameter's stretches lie in several files, so all of them stay open."""
         if path not in self._files:
@@ -160,13 +197,16 @@ class StoredFragments:
         return self._files[path]
 
 
-def restore(fragments: Iterable[Fragment], stored: StoredFragments, weights: Mapping[str, Tensor]) -> list[str]:
+def restore(
+    fragments: Iterable[Fragment], stored: StoredFragments, weights: Mapping[str, Tensor], kept: Container[str] = ()
+) -> list[str]:
     """Fill what this rank holds from what any ranks wrote.
 
     Args:
         fragments: of this rank.
         stored: of the checkpoint.
         weights: the checkpoint's whole weights by name, which are the masters where no others were written.
+        kept: names that `weights` leaves out; their masters stay as they are.
 
     Returns:
         Names of parameters that the checkpoint's optimizer did not have; their moments start from zero.
@@ -179,7 +219,8 @@ def restore(fragments: Iterable[Fragment], stored: StoredFragments, weights: Map
         name, start, numel = fragment.name, fragment.start, fragment.master.numel()
         if name not in stored.shapes:
             fresh.append(name)
-            fragment.master.copy_(weights[name].flatten()[start : start + numel])
+            if name not in kept:
+                fragment.master.copy_(weights[name].flatten()[start : start + numel])
             continue
         if stored.shapes[name] != tuple(fragment.shape):
             raise CheckpointError(
@@ -187,7 +228,11 @@ def restore(fragments: Iterable[Fragment], stored: StoredFragments, weights: Map
             )
         if not stored.fill(fragment.master, MASTER, name, start):
             fragment.master.copy_(weights[name].flatten()[start : start + numel])
-        for kind, moment in fragment.moments.items():
+        if fragment.scales:
+            stored.fill_blocks(fragment)
+        else:
+            stored.refuse_blocks(name)
+        for kind, moment in fragment.moments.items() if not fragment.scales else ():
             if not stored.fill(moment, kind, name, start):
                 raise CheckpointError(f"the optimizer had no {kind}.", where=name, hint="Was it another optimizer?")
         clock = fragment.clock.get("step", 0.0)
@@ -196,28 +241,30 @@ def restore(fragments: Iterable[Fragment], stored: StoredFragments, weights: Map
     return list(dict.fromkeys(fresh))
 
 
-def moments_of(optimizer: torch.optim.Optimizer, held: Tensor) -> dict[str, Any]:
-    """State of what the optimizer updates, made of zeros before its first step.
+def held_stretch(
+    name: str, start: int, shape: torch.Size, held: Tensor, offset: int, numel: int, optimizer: torch.optim.Optimizer
+) -> Fragment:
+    """The fragment that lies at `offset` in what the optimizer updates.
 
     Raises:
         CheckpointError: the optimizer keeps what can't be cut into stretches.
     """
-    state: dict[str, Any] = optimizer.state[held]
-    if not state:
-        step = torch.zeros((), dtype=torch.float32, device=held.device if _counts_on_device(optimizer) else "cpu")
-        is_torch = isinstance(optimizer, torch.optim.AdamW)
-        state |= {"step": step if is_torch else 0}
-        state |= {
-            name: torch.zeros_like(held, memory_format=torch.preserve_format) for name in ("exp_avg", "exp_avg_sq")
-        }
-    for name, value in state.items():
-        if name != "step" and not (isinstance(value, Tensor) and value.numel() == held.numel()):
-            raise CheckpointError(f"{type(optimizer).__name__} keeps {name}, which can't be saved in stretches.")
-    return state
-
-
-def _counts_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    return any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    state = states.state_of(optimizer, held)
+    moments = states.moments(state)
+    for kind, value in moments.items():
+        if not (isinstance(value, Tensor) and value.numel() == held.numel()):
+            raise CheckpointError(f"{type(optimizer).__name__} keeps {kind}, which can't be saved in stretches.")
+    first, last = offset // states.BLOCK, (offset + numel - 1) // states.BLOCK
+    return Fragment(
+        name,
+        start,
+        shape,
+        held.detach().view(-1).narrow(0, offset, numel),
+        {kind: value.view(-1).narrow(0, offset, numel) for kind, value in moments.items()},
+        state,
+        scales={kind: value[first : last + 1] for kind, value in states.scales(state).items()},
+        phase=offset % states.BLOCK,
+    )
 
 
 def whole(
@@ -241,15 +288,5 @@ def whole(
     trained = [(name, p) for name, p in named if id(p) in held]
     for number, (name, parameter) in enumerate(trained):
         master = held[id(parameter)]
-        state = moments_of(optimizer, master)
-        moments = {kind: value.view(-1) for kind, value in state.items() if kind != "step"}
-        yield Fragment(
-            name,
-            0,
-            parameter.shape,
-            master.detach().view(-1),
-            moments,
-            state,
-            has_own_master=copies is not None,
-            is_owner=number % world_size == rank,
-        )
+        found = held_stretch(name, 0, parameter.shape, master, 0, master.numel(), optimizer)
+        yield replace(found, has_own_master=copies is not None, is_owner=number % world_size == rank)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lavis_ds.engines import fragments
-from lavis_ds.engines.fragments import Fragment, StoredFragments, moments_of, restore, write
+from lavis_ds.engines.fragments import Fragment, StoredFragments, held_stretch, restore, write
 from lavis_ds.errors import CheckpointError
 
 SHAPE = torch.Size([4, 5])
@@ -88,22 +89,67 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         StoredFragments(tmp_path)
 
 
-def test_moments_before_the_first_step_are_those_of_the_optimizer() -> None:
-    made, stepped = torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([made, stepped], fused=True)
-    state = moments_of(optimizer, made)
-    stepped.grad = torch.zeros(3)
-    optimizer.step()
-    expected: dict[str, Tensor] = optimizer.state[stepped]
-    assert {name: (v.dtype, v.shape, v.device) for name, v in state.items()} == {
-        name: (v.dtype, v.shape, v.device) for name, v in expected.items()
-    }
-
-
 def test_state_that_can_not_be_cut_is_refused() -> None:
     weight = torch.nn.Parameter(torch.ones(3, 4))
     optimizer = torch.optim.Adafactor([weight])
     weight.grad = torch.ones(3, 4)
     optimizer.step()
     with pytest.raises(CheckpointError, match=r"Adafactor keeps row_var"):
-        moments_of(optimizer, weight)
+        held_stretch("a.weight", 0, weight.shape, weight, 0, 12, optimizer)
+
+
+NUMEL = 8192
+"""Of a flat partition whose moments bitsandbytes keeps in 8 bits."""
+
+
+def eight_bit(steps: int) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    flat = torch.nn.Parameter(torch.linspace(-1, 1, NUMEL))
+    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW8bit([flat], lr=1e-2)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        flat.grad = torch.randn(NUMEL, generator=generator)
+        optimizer.step()
+    return flat, optimizer
+
+
+def stretches(flat: Tensor, optimizer: torch.optim.Optimizer, cuts: list[int]) -> list[Fragment]:
+    """The partition as parameters end to end, whose cuts lie inside blocks."""
+    shape = torch.Size([NUMEL])
+    return [
+        held_stretch(f"p{first}", 0, shape, flat, first, last - first, optimizer)
+        for first, last in itertools.pairwise(cuts)
+    ]
+
+
+def test_8_bit_moments_go_on_exactly_where_they_were_cut(tmp_path: Path) -> None:
+    cuts = [0, 300, 301, 5000, NUMEL]
+    old, old_optimizer = eight_bit(steps=3)
+    write(stretches(old, old_optimizer, cuts), tmp_path, 0)
+    new, new_optimizer = eight_bit(steps=0)
+    assert restore(stretches(new, new_optimizer, cuts), StoredFragments(tmp_path), {}) == []
+    for flat, optimizer in ((old, old_optimizer), (new, new_optimizer)):
+        flat.grad = torch.ones(NUMEL)
+        optimizer.step()
+    assert torch.equal(old, new)
+    assert new_optimizer.state[new]["step"] == 4
+    for kind in ("state1", "state2", "absmax1", "absmax2"):
+        assert torch.equal(old_optimizer.state[old][kind], new_optimizer.state[new][kind])
+
+
+@pytest.mark.parametrize("changed", ["length", "place in its block"])
+def test_8_bit_moments_that_would_be_cut_anew_are_refused(changed: str, tmp_path: Path) -> None:
+    write(stretches(*eight_bit(steps=1), [0, 300, 5000, NUMEL]), tmp_path, 0)
+    fragment = stretches(*eight_bit(steps=0), [0, 300, 4999 if changed == "length" else 5000, NUMEL])[1]
+    if changed == "place in its block":
+        fragment = replace(fragment, phase=45)
+    with pytest.raises(CheckpointError, match=r"8-bit moments of p300 were cut in other places"):
+        restore([fragment], StoredFragments(tmp_path), {})
+
+
+def test_8_bit_moments_do_not_become_others(tmp_path: Path) -> None:
+    flat, optimizer = eight_bit(steps=1)
+    write(stretches(flat, optimizer, [0, NUMEL]), tmp_path, 0)
+    whole = Fragment("p0", 0, torch.Size([NUMEL]), torch.zeros(NUMEL), {"state1": torch.zeros(NUMEL)}, {})
+    with pytest.raises(CheckpointError, match="or are in other bits"):
+        restore([whole], StoredFragments(tmp_path), {})
