@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from lavis_ds import registry
 from lavis_ds.config.base import ComponentOf, Config, LocalPath, NamedConfig
@@ -66,10 +67,45 @@ class AdaptedConfig(Config):
     )
 
 
-class VisionEncoderConfig(NamedConfig, AdaptedConfig):
-    """Options that every vision encoder has."""
+def _in_words(value: object) -> object:
+    return {True: "full", False: "none"}[value] if isinstance(value, bool) else value
 
-    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
+
+def _check_recomputation(value: str) -> str:
+    if re.fullmatch(r"none|full|selective|every_([2-9]|[1-9]\d+)", value) is None:
+        raise ValueError("should be none, full, selective, or every_2, every_3, ... (every n-th layer)")
+    return value
+
+
+class LayersConfig(AdaptedConfig):
+    """Options of a part that is made of transformer layers."""
+
+    gradient_checkpointing: Annotated[str, BeforeValidator(_in_words), AfterValidator(_check_recomputation)] = Field(
+        "none",
+        description="activations that are computed again in the backward pass, to save memory: none, full (those of "
+        "all layers), every_2 (of every second layer; any number), or selective (all but attention and matrix "
+        "products); true is full",
+    )
+    offload_activations: bool = Field(
+        False, description="what is recomputed from, a tensor a layer, waits in host memory; needs full or every_n"
+    )
+    fp8: Literal["none", "tensorwise", "rowwise"] = Field(
+        "none",
+        description="matrix products of large linear layers in 8 bits, with a scale for each tensor or for each row "
+        "(torchao; GPUs from compute capability 8.9, rowwise from 9.0)",
+    )
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> LayersConfig:
+        if self.offload_activations and self.gradient_checkpointing in ("none", "selective"):
+            raise ValueError("offload_activations needs gradient_checkpointing: full or every_n")
+        if self.fp8 != "none" and (self.quantize or self.lora):
+            raise ValueError("fp8 is for weights that train: leave `lora` and `quantize` out, or fp8")
+        return self
+
+
+class VisionEncoderConfig(NamedConfig, LayersConfig):
+    """Options that every vision encoder has."""
 
 
 class TimmViTConfig(VisionEncoderConfig):
@@ -227,10 +263,14 @@ class QFormerProjectorConfig(ProjectorConfig):
     dropout: float = Field(0.1, ge=0, lt=1, description="dropout probability of hidden states and attention")
 
 
-class LanguageModelConfig(NamedConfig, AdaptedConfig):
+class LanguageModelConfig(NamedConfig, LayersConfig):
     """Options that every language model has."""
 
-    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
+
+_TILES = (
+    "feed-forward layers take a row's tokens in so many pieces, and compute each again in the backward pass: for rows "
+    "so long that one layer's inner activations fill the memory"
+)
 
 
 class HFCausalLMConfig(LanguageModelConfig):
@@ -251,6 +291,7 @@ class HFCausalLMConfig(LanguageModelConfig):
     experts: Literal["auto", "grouped", "eager"] = Field(
         "auto", description="how experts run: grouped into one product, or one after the other; auto is grouped"
     )
+    mlp_tiles: int | None = Field(None, ge=2, description=_TILES)
 
     @model_validator(mode="after")
     def _one_source(self) -> HFCausalLMConfig:
@@ -290,10 +331,9 @@ class LlavaQwenConfig(VlmConfig):
     arch: str = "llava_qwen"
 
 
-class QwenVLVisionConfig(AdaptedConfig):
+class QwenVLVisionConfig(LayersConfig):
     """Options of Qwen-VL's vision tower, whose shape the whole model gives."""
 
-    gradient_checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
     attention: TowerAttentionKernel = Field(
         "auto", description="attention kernel; auto is the fastest that is there, and the run's start names it"
     )
@@ -312,6 +352,7 @@ class QwenVLLanguageConfig(QwenVLVisionConfig):
     experts: Literal["auto", "grouped", "eager"] = Field(
         "auto", description="how experts run: grouped into one product, or one after the other; auto is grouped"
     )
+    mlp_tiles: int | None = Field(None, ge=2, description=_TILES)
 
 
 class QwenVLConfig(ModelConfig):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from lavis_ds.errors import ConfigError
+from lavis_ds.models.moe.grouped import NAME
 
 
 def choose_experts(lm: Any, option: Literal["auto", "grouped", "eager"]) -> str | None:
@@ -25,7 +26,7 @@ def choose_experts(lm: Any, option: Literal["auto", "grouped", "eager"]) -> str 
             given=option,
             expected="auto",
         )
-    lm.set_experts_implementation("eager" if option == "eager" else "grouped_mm")
+    lm.set_experts_implementation("eager" if option == "eager" else NAME)
     return "eager" if option == "eager" else "grouped_mm"
 
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from lavis_ds.errors import ConfigError
@@ -43,14 +43,15 @@ def upcycle(dense: Any, options: MoEConfig) -> Any:
         sparse: Any = hub.make_model(
             AutoModelForCausalLM, config, attn_implementation=dense.config._attn_implementation
         )
-    tensors = dense.state_dict()
-    made = {name: _tensor(name, tensor, tensors, config) for name, tensor in sparse.state_dict().items()}
-    left = [name for name in tensors if name not in made and ".mlp." not in name]
+    tensors, wanted = dense.state_dict(), sparse.state_dict()
+    left = [name for name in tensors if name not in wanted and ".mlp." not in name]
     if left:
         raise ConfigError(f"a {config.model_type} has no place for {left[0]}.", where=_WHERE)
-    sparse.load_state_dict(made, assign=True)
+    for name, tensor in wanted.items():  # one after the other, so that only one is whole where models are in shares
+        _put(sparse, name, nn.Parameter(_tensor(name, tensor, tensors, config)))
     sparse.tie_weights()
-    _take_buffers(sparse, dense)
+    for name, buffer in dense.named_buffers():  # rotary frequencies and the like, which are never saved
+        _put(sparse, name, buffer)
     sparse.generation_config = dense.generation_config
     return sparse.requires_grad_(True)
 
@@ -117,8 +118,6 @@ def _tensor(name: str, wanted: Tensor, dense: Mapping[str, Tensor], config: Any)
     raise ConfigError(f"a {config.model_type} has {name}, for which a dense model has nothing.", where=_WHERE)
 
 
-def _take_buffers(sparse: Any, dense: Any) -> None:
-    """Rotary frequencies and the like, which are never saved, are the dense model's."""
-    for name, buffer in dense.named_buffers():
-        owner, _, leaf = name.rpartition(".")
-        setattr(sparse.get_submodule(owner), leaf, buffer)
+def _put(model: nn.Module, name: str, tensor: Tensor) -> None:
+    owner, _, leaf = name.rpartition(".")
+    setattr(model.get_submodule(owner), leaf, tensor)

@@ -13,7 +13,9 @@ from lavis_ds import registry
 from lavis_ds.errors import ConfigError
 from lavis_ds.models import hub
 from lavis_ds.models.configs import HFVisionConfig
+from lavis_ds.models.layers import repeated_layers
 from lavis_ds.models.parts import VisionEncoder
+from lavis_ds.models.recomputation import recompute
 from lavis_ds.models.vision.hf_tower import detach_final_norm, drop_unused, statistics_of, truncate
 from lavis_ds.models.vision.pixels import PixelNorm
 
@@ -41,8 +43,7 @@ class HFVision(VisionEncoder):
         drop_unused(self.tower)
         self.image_size = config.image_size or int(tower_config.image_size)
         self._options = _fit_image_size(self.tower, self.image_size)
-        if config.gradient_checkpointing:
-            self.tower.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute(repeated_layers(self.tower), config, _WHERE)
         mean, std = statistics_of(config.path, str(tower_config.model_type))
         self.pixels = PixelNorm(mean, std, self.image_size)
         self.hidden_size = int(tower_config.hidden_size)

@@ -18,7 +18,9 @@ from lavis_ds import registry
 from lavis_ds.errors import ConfigError, DataError
 from lavis_ds.models import hub
 from lavis_ds.models.configs import Siglip2NaFlexConfig
+from lavis_ds.models.layers import repeated_layers
 from lavis_ds.models.parts import NativeVisionEncoder
+from lavis_ds.models.recomputation import recompute
 from lavis_ds.models.vision.hf_tower import detach_final_norm, drop_unused, statistics_of, truncate
 from lavis_ds.models.vision.qwen_vl_tower import PatchNorm
 
@@ -44,8 +46,7 @@ class Siglip2NaFlex(NativeVisionEncoder):
         self.sourced = ("tower", "norm") if config.path else ()
         self.norm = detach_final_norm(self.tower) if config.final_norm else nn.Identity()
         drop_unused(self.tower)
-        if config.gradient_checkpointing:
-            self.tower.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute(repeated_layers(self.tower), config, _WHERE)
         self.patch_size = int(tower_config.patch_size)
         self.patch_elements = 2 * int(tower_config.num_channels) * self.patch_size**2
         self.hidden_size = int(tower_config.hidden_size)

@@ -16,6 +16,7 @@ from lavis_ds.models.configs import TimmViTConfig
 from lavis_ds.models.conversion.source import open_weights
 from lavis_ds.models.conversion.stored import Stored
 from lavis_ds.models.parts import VisionEncoder
+from lavis_ds.models.recomputation import recompute
 from lavis_ds.models.skeleton import reads_weights
 from lavis_ds.models.vision.pixels import PixelNorm
 
@@ -41,7 +42,7 @@ class TimmViT(VisionEncoder):
         _keep_only(self.vit, config)
         if config.weights is not None and reads_weights():
             _load(self.vit, Path(config.weights), ignored=full)
-        self.vit.set_grad_checkpointing(config.gradient_checkpointing)
+        recompute(self.vit.blocks, config, _WHERE)
         self.sourced = ("vit",) if config.pretrained or config.weights else ()
         self.hidden_size = int(self.vit.embed_dim)
         self.image_size = config.image_size

@@ -1,0 +1,128 @@
+"""On one GPU with torchao: products in 8 bits run, compiled and not, are as exact as expected, and learn alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from lavis_ds.models.configs import LayersConfig
+from lavis_ds.models.fp8 import use_fp8
+from lavis_ds.models.layers import compile_layers, repeated_layers
+from lavis_ds.models.parts import Part
+from lavis_ds.models.recomputation import recompute
+
+pytestmark = pytest.mark.gpu
+pytest.importorskip("torchao")
+
+RECIPES = ["tensorwise", "rowwise"]
+SHAPE: dict[str, Any] = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 2, "num_attention_heads": 8,
+    "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 512, "pad_token_id": None,
+}  # fmt: skip
+
+
+class Decoder(Part):
+    def __init__(self, recipe: Any = None, *, way: str = "none", compiled: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.lm: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen3", **SHAPE))  # type: ignore[no-untyped-call]
+        recompute(repeated_layers(self.lm), LayersConfig(gradient_checkpointing=way), "model.language")
+        if recipe:
+            said = use_fp8(self, recipe, "model.language.fp8")
+            assert said == f"{recipe} in 14 linear layers"
+        self.cuda().bfloat16()
+        if compiled:
+            compile_layers(self)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.lm(ids, labels=ids, use_cache=False).loss
+        return loss
+
+    def output_layers(self) -> tuple[nn.Module, ...]:
+        return (self.lm.lm_head,)
+
+
+def text(rows: int, length: int, seed: int) -> Tensor:
+    """Each row counts up in steps of its own: to be learned from the two tokens before."""
+    generator = torch.Generator().manual_seed(seed)
+    start, step = (torch.randint(1, most, (rows, 1), generator=generator) for most in (512, 40))
+    return ((start + step * torch.arange(length)) % 512).cuda()
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+class Counter(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function is torch.ops.aten._scaled_mm.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_gradients(recipe: str, rows: int) -> None:
+    """333 tokens a row, which are no multiple of 16. Three products a layer: output, and both gradients."""
+    ids = text(rows, 333, 1)
+    models = [Decoder(compiled=False), Decoder(recipe, compiled=False)]
+    models[0](ids).backward()
+    with Counter() as counter:
+        models[1](ids).backward()
+    assert counter.count == 3 * 14
+    for (name, ours), other in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
+        assert ours.grad is not None
+        assert other.grad is not None
+        assert ours.grad.dtype == torch.bfloat16
+        assert error(ours.grad, other.grad) < 0.35, name  # at random initialisation
+
+
+@pytest.mark.parametrize("way", ["none", "full", "selective"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_compiled_equals_eager(recipe: str, way: str) -> None:
+    found = []
+    for compiled in (False, True):
+        model = Decoder(recipe, way=way, compiled=compiled)
+        for length in (512, 500):  # another length must not need another graph, nor fail
+            model.zero_grad()
+            loss = model(text(2, length, 1))
+            loss.backward()
+        found.append((float(loss.detach()), [p.grad.float() for p in model.parameters() if p.grad is not None]))
+    (eager, eager_gradients), (compiled_loss, gradients) = found
+    assert compiled_loss == pytest.approx(eager, abs=0.02)
+    assert max(error(a, b) for a, b in zip(gradients, eager_gradients, strict=True)) < 0.15
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_learns_as_bf16_does(recipe: str, record_property: Any) -> None:
+    """200 steps of a task that starts at ln 512 = 6.2: the curves stay together, and end as low."""
+    curves = []
+    for chosen in (None, recipe):
+        model = Decoder(chosen)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        losses = []
+        for number in range(200):
+            loss = model(text(16, 64, number))
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        curves.append(torch.stack(losses).float().cpu())
+        torch._dynamo.reset()
+    tails = [float(curve[-20:].mean()) for curve in curves]
+    print(f"\n{recipe}: bf16 {tails[0]:.4f}, fp8 {tails[1]:.4f}")
+    assert tails[0] < 2.5
+    assert tails[1] == pytest.approx(tails[0], rel=0.1, abs=0.02)
+    assert list(model.state_dict()) == list(Decoder(compiled=False).state_dict())
