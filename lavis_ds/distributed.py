@@ -126,6 +126,16 @@ def gather_objects(value: ObjectT) -> list[ObjectT]:
     return values  # type: ignore[return-value]
 
 
+def gather_pieces(piece: torch.Tensor, on: torch.device) -> torch.Tensor:
+    """All ranks' pieces end to end, by rank, on the device `on`. They are flat, and of one length and type."""
+    if world_size() == 1:
+        return piece.to(on)
+    own = piece.to(device()).view(torch.uint8)  # bytes, since gloo lacks some types
+    gathered = torch.empty(world_size() * own.numel(), dtype=torch.uint8, device=own.device)
+    dist.all_gather_into_tensor(gathered, own)
+    return gathered.view(piece.dtype).to(on)
+
+
 def _store_of_this_attempt() -> Any:
     """A part of torchrun's store that earlier attempts have not seen, where it has started the ranks again; else None.
 

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils import logging as hf_logging
 
+from lavis_ds import shares
 from lavis_ds.errors import CheckpointError, ConfigError, did_you_mean
 from lavis_ds.models.conversion import qwen_folder, qwen_tokenizer
 from lavis_ds.models.skeleton import reads_weights
@@ -88,7 +89,7 @@ def load_model(
     """
     if not reads_weights():
         return make_model(auto_class, config or read_config(path, where), **options)
-    with explained(path, where), quiet():
+    with explained(path, where), quiet(), _one_by_one():
         if original := qwen_folder.find(path):
             return qwen_folder.load_model(auto_class, original, config or read_config(path, where), where, **options)
         if config is not None:
@@ -177,6 +178,25 @@ def explained(path: str, where: str) -> Iterator[None]:
             where=where,
             hint="Without internet, download it elsewhere (hf download) and give the folder.",
         ) from error
+
+
+@contextlib.contextmanager
+def _one_by_one() -> Iterator[None]:
+    """Where models are built in shares, transformers reads no tensor before the one ahead has been cut up.
+
+    By default its threads read ahead as fast as they can, up to the whole model.
+    """
+    key = "HF_DEACTIVATE_ASYNC_LOAD"
+    before = os.environ.get(key)
+    if shares.is_active():
+        os.environ[key] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = before
 
 
 @contextlib.contextmanager

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pickle
 import re
+import tempfile
+import uuid
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lavis_ds import distributed, shares
 from lavis_ds.errors import CheckpointError
 from lavis_ds.models.conversion.stored import Stored
 
@@ -43,8 +47,32 @@ def open_pickle(path: Path, *, may_be_empty: bool = False) -> dict[str, Stored]:
 
 
 def _load(path: Path) -> Any:
+    is_mapped = zipfile.is_zipfile(path)
+    if is_mapped or not shares.is_active():
+        return _read(path, mmap=is_mapped)
+    with _copy_to_map(path) as copy:
+        return _read(copy, mmap=True)
+
+
+@contextmanager
+def _copy_to_map(path: Path) -> Iterator[Path]:
+    """A file from before PyTorch 1.6 in the format of today, made by one rank of each machine, which alone holds it."""
+    name = distributed.broadcast_object(uuid.uuid4().hex)
+    copy = Path(tempfile.gettempdir()) / f"lavis_ds_{name}.pt"
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        if distributed.local_rank() == 0:
+            torch.save(_read(path, mmap=False), copy)
+        distributed.barrier()
+        yield copy
+        distributed.barrier()
+    finally:
+        if distributed.local_rank() == 0:
+            copy.unlink(missing_ok=True)  # what is mapped stays until it is closed
+
+
+def _read(path: Path, *, mmap: bool) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         found = re.search(r"global:? (?:GLOBAL )?([\w.]+)", str(error))
         if found is None:

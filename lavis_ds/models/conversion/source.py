@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +16,20 @@ from lavis_ds.models.conversion.deepspeed_folder import open_deepspeed
 from lavis_ds.models.conversion.pickle_file import open_pickle
 from lavis_ds.models.conversion.stored import Stored
 
+_opened = ContextVar[dict[Path, dict[str, Stored]] | None]("opened", default=None)
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _SETS = ((INDEX, SINGLE), ("pytorch_model.bin.index.json", "pytorch_model.bin"))
+
+
+@contextmanager
+def opened_once() -> Iterator[None]:
+    """Inside, weights that are asked for again are not opened again."""
+    token = _opened.set({})
+    try:
+        yield
+    finally:
+        _opened.reset(token)
 
 
 def open_weights(path: str | Path) -> dict[str, Stored]:
@@ -23,7 +38,15 @@ def open_weights(path: str | Path) -> dict[str, Stored]:
     Raises:
         CheckpointError: there are no weights, or a file is missing, damaged, or no file of weights.
     """
-    path = Path(path)
+    path, opened = Path(path), _opened.get()
+    if opened is None:
+        return _open(path)
+    if path not in opened:
+        opened[path] = _open(path)
+    return dict(opened[path])
+
+
+def _open(path: Path) -> dict[str, Stored]:
     if path.is_file():
         return _open_file(path)
     root = weights_folder(path)
