@@ -414,7 +414,12 @@ def _data_shard(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from lavis_ds.runners.report import write_report
+    from lavis_ds.runners.output import require_file
+    from lavis_ds.runners.report import default_output, write_report
 
-    print(write_report([Path(run) for run in arguments.runs], Path(arguments.output) if arguments.output else None))
+    runs = [Path(run) for run in arguments.runs]
+    output = Path(arguments.output) if arguments.output else default_output(runs)
+    if arguments.output or output.parent.is_dir():  # else there is no such run, as will be told
+        require_file(output, "--output")
+    print(write_report(runs, output))
     return 0

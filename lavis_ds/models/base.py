@@ -14,7 +14,10 @@ from torch import Tensor, nn
 from lavis_ds.batch import Batch
 from lavis_ds.config.schema import ModelConfig, ParamGroupConfig
 from lavis_ds.errors import ConfigError
-from lavis_ds.models.configs import AdaptedConfig
+from lavis_ds.models.configs import AdaptedConfig, LayersConfig
+from lavis_ds.models.conversion.source import opened_once
+from lavis_ds.models.fp8 import use_fp8
+from lavis_ds.models.frozen import Origin, origins
 from lavis_ds.models.parts import Part
 from lavis_ds.models.patterns import parameters_of
 from lavis_ds.models.quantised import quantise
@@ -60,16 +63,19 @@ class Model(nn.Module, ABC):
     Attributes:
         config: its options, an instance of `Config`.
         notices: what the start of a new run should say of its weights, a line each.
+        origins: name of a parameter -> where its weights can be read again; without those that were made here.
     """
 
     Config: ClassVar[type[ModelConfig]] = ModelConfig
     notices: Sequence[str] = ()
+    origins: Mapping[str, Origin] = {}
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
         self.config = config
 
     @classmethod
+    @opened_once()
     def from_config(cls, config: ModelConfig) -> Self:
         """The model with the weights its options name, frozen as they say, in training mode, float32 on the CPU.
 
@@ -90,13 +96,14 @@ class Model(nn.Module, ABC):
         model.adapt()  # adapters start from the weights they go beside, so these are there by now
         loads += [*fill(partial=False, adapted=True), *fill(partial=True, adapted=True)]
         model.notices = start_notices(model, loads) if reads_weights() else []
+        model.origins = origins(model, loads)
         return model.train()
 
     def adapt(self) -> None:
-        """Store parts in other formats and put adapters into them, as their options say.
+        """Store parts in other formats, put adapters into them, and let them multiply in 8 bits, as their options say.
 
         Raises:
-            ConfigError: the adapters do not suit the part, or `dtype` is given for weights that train.
+            ConfigError: the adapters do not suit the part, `dtype` is given for weights that train, or 8 bits can't be.
         """
         for name, part in self.parts().items():
             options: AdaptedConfig | None = getattr(self.config, name, None)
@@ -117,9 +124,15 @@ class Model(nn.Module, ABC):
                 from lavis_ds.models import adapters  # PEFT takes seconds to import
 
                 adapters.add_adapters(part, options.lora, f"model.{name}.lora")
+            if isinstance(options, LayersConfig) and options.fp8 != "none":
+                part.fp8 = use_fp8(part, options.fp8, f"model.{name}.fp8")
 
     def complete(self) -> list[Loaded]:
         """What a model still has to do once `pretrained` is in, before anything is frozen. Returns what it filled."""
+        return []
+
+    def made_parts(self) -> list[str]:
+        """Names of parts whose weights were made here of others, and so can't be read again as they are."""
         return []
 
     def own_groups(self) -> dict[str, ParamGroupConfig]:

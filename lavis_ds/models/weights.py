@@ -12,10 +12,12 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from lavis_ds.errors import CheckpointError
+from lavis_ds.models import frozen
 from lavis_ds.models.conversion import lavis
 from lavis_ds.models.conversion.lavis import Converted
 from lavis_ds.models.conversion.source import INDEX, SINGLE, files_in, open_safetensors, open_weights, weights_folder
 from lavis_ds.models.conversion.stored import fill
+from lavis_ds.models.frozen import Frozen, Source
 from lavis_ds.models.parts import Part
 from lavis_ds.models.patterns import is_adapter
 
@@ -27,10 +29,12 @@ class Loaded:
     Attributes:
         names: the model's tensors that have their values from it.
         notices: what the user should know, a line each.
+        source: it, where it can be read again.
     """
 
     names: frozenset[str]
     notices: tuple[str, ...]
+    source: Source | None = None
 
 
 def load_weights(model: nn.Module, path: str | Path, *, partial: bool = False) -> Loaded:
@@ -41,6 +45,7 @@ def load_weights(model: nn.Module, path: str | Path, *, partial: bool = False) -
 
     Every tensor must be the model's, in the same shape, but for what `conversion.lavis` can account for. Every
     parameter of the model must be there, except those that a part has from a source of its own (`Part.sourced`).
+    Frozen ones that a checkpoint leaves out are read from where they came from, and must be what they were.
 
     Args:
         model: what is filled.
@@ -48,15 +53,69 @@ def load_weights(model: nn.Module, path: str | Path, *, partial: bool = False) -
         partial: parameters may be missing, as long as one that trains is there.
 
     Raises:
-        CheckpointError: there are no weights, a file is damaged, or names or shapes differ.
+        CheckpointError: there are no weights, a file is damaged, or names or shapes differ; or what a checkpoint leaves
+            out is gone or has changed.
     """
-    stored = open_weights(path)
-    found = lavis.convert(stored) if lavis.is_lavis(stored) else Converted(stored)
+    found, left_out = _open(path), left_out_of(path)
     tensors = model.state_dict(keep_vars=True)
-    _check_fit(model, tensors, found, path, partial=partial)
+    _check_fit(model, tensors, found, path, left_out, partial=partial)
+    _fill(model, tensors, found, path, left_out)
+    names = frozenset(found.tensors) | left_out.keys()
+    source = Source(_key(partial), str(path))
+    return Loaded(names, tuple(_notices(found, path, left_out, partial=partial)), source)
+
+
+def left_out_of(path: str | Path) -> dict[str, Frozen]:
+    """Frozen tensors that a folder of weights, or a checkpoint, leaves out; none where it is whole.
+
+    Raises:
+        CheckpointError: there is nothing, or the list is damaged.
+    """
+    return frozen.read(weights_folder(Path(path))) if Path(path).is_dir() else {}
+
+
+def _open(path: str | Path) -> Converted:
+    stored = open_weights(path)
+    return lavis.convert(stored) if lavis.is_lavis(stored) else Converted(stored)
+
+
+def _fill(
+    model: nn.Module, tensors: Mapping[str, Tensor], found: Converted, path: str | Path, left_out: Mapping[str, Frozen]
+) -> None:
+    """Fill the model's `tensors` with what was found, over that from which the checkpoint at `path` left some out."""
+    for source in dict.fromkeys(entry.origin.source for entry in left_out.values()):
+        if source.key in frozen.WHOLE_MODEL:  # parts have read the others when they were made
+            _fill_beneath(model, source, path)
     for name, tensor in found.tensors.items():
         fill(tensors[name], tensor)
-    return Loaded(frozenset(found.tensors), tuple(_notices(found, path, partial=partial)))
+    if left_out:
+        frozen.check(left_out, {n: frozen.checksums(tensors[n]) for n in left_out if n in tensors}, Path(path))
+
+
+def _fill_beneath(model: nn.Module, source: Source, checkpoint: str | Path) -> None:
+    """Fill what a source has, as it was before the run that left it out of a checkpoint.
+
+    Raises:
+        CheckpointError: the source is gone, or is another model's.
+    """
+    try:
+        found, left_out = _open(source.path), left_out_of(source.path)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"this checkpoint leaves out frozen weights, and where they came from they can't be read: {error.what}",
+            where=str(checkpoint),
+            given=str(source),
+            hint="Put them back there; a link will do.",
+        ) from error
+    tensors = model.state_dict(keep_vars=True)
+    if not any(map(is_adapter, found.tensors)):  # it is older than the adapters that the model has by now
+        tensors = {name.replace(".base_layer.", "."): tensor for name, tensor in tensors.items()}
+    _check_fit(model, tensors, found, source.path, left_out, partial=None)
+    _fill(model, tensors, found, source.path, left_out)
+
+
+def _key(partial: bool) -> str:
+    return frozen.WHOLE_MODEL[partial]
 
 
 def holds_adapters(path: str | Path) -> bool:
@@ -173,11 +232,18 @@ def _name_shards(root: Path, shards: list[list[str]], total_bytes: int) -> None:
 
 
 def _check_fit(
-    model: nn.Module, tensors: dict[str, Tensor], found: Converted, path: str | Path, *, partial: bool
+    model: nn.Module,
+    tensors: Mapping[str, Tensor],
+    found: Converted,
+    path: str | Path,
+    left_out: Mapping[str, Frozen],
+    *,
+    partial: bool | None,
 ) -> None:
+    """`partial` as in `load_weights`; None where no part has to be there."""
     given = found.tensors
     unknown = [name for name in given if name not in tensors]
-    absent = set() if partial else _unsourced(model) - given.keys()
+    absent = set() if partial is not False else _unsourced(model) - given.keys() - left_out.keys()
     missing = [name for name in absent if not name.startswith(found.may_lack or ("\0",))]
     differing = [
         f"{name} is {tensor.shape} in the file and {tuple(tensors[name].shape)} in the model"
@@ -216,9 +282,12 @@ def _hint(missing: Sequence[str], unknown: Sequence[str]) -> str:
     return f"Were they made with another model.arch or model_type? The run's config.yaml tells.{partly}"
 
 
-def _notices(found: Converted, path: str | Path, *, partial: bool) -> list[str]:
-    key = "model.finetuned" if partial else "model.pretrained"
+def _notices(found: Converted, path: str | Path, left_out: Mapping[str, Frozen], *, partial: bool) -> list[str]:
+    key = _key(partial)
     lines = [f"{key}: {len(found.tensors)} tensors of {path}."]
+    if left_out:
+        sources = dict.fromkeys(str(entry.origin.source) for entry in left_out.values())
+        lines.append(f"{key}: {len(left_out)} more, which it leaves out, from {', '.join(sources)}.")
     if found.left_out:
         parts = [
             f"{len(names)} of {why} ({', '.join(sorted(names)[:2])}{', ...' if names[2:] else ''})"

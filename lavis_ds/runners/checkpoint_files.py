@@ -145,8 +145,12 @@ def flush(paths: Iterable[Path]) -> None:
 
 
 def written(root: Path) -> list[str]:
-    """Names of all files in a folder, relative to it."""
-    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+    """Names of all files in a folder, relative to it, but for hidden ones.
+
+    safetensors writes into such a one before it gives a file its name, and other ranks may be about to.
+    """
+    names = (path.relative_to(root) for path in root.rglob("*") if not path.name.startswith(".") and path.is_file())
+    return sorted(map(str, names))
 
 
 def finish(

@@ -6,7 +6,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,8 @@ from lavis_ds.engines import fragments
 from lavis_ds.engines.base import Engine
 from lavis_ds.engines.fragments import Fragment
 from lavis_ds.errors import CheckpointError
+from lavis_ds.models import frozen
+from lavis_ds.models.frozen import Frozen
 from lavis_ds.models.weights import save_weights
 from lavis_ds.runners import checkpoint_files
 from lavis_ds.runners.checkpoint_files import Content, Keep
@@ -35,12 +37,14 @@ class _Content:
     Attributes:
         fragments: its stretches of the optimizer.
         weights: the whole weights by name; on all ranks but the main one they are only gone through.
+        left_out: frozen weights that are not among them.
         texts: file name -> text.
         rng: its random states.
     """
 
     fragments: Iterable[Fragment]
     weights: Iterator[tuple[str, Tensor]]
+    left_out: Mapping[str, Frozen]
     texts: Mapping[str, str]
     rng: Mapping[str, Tensor]
 
@@ -48,7 +52,7 @@ class _Content:
         """Copies that later steps do not change."""
         is_main = distributed.is_main()
         weights = [(name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.weights if is_main]
-        return _Content(fragments.on_host(self.fragments), iter(weights), self.texts, self.rng)
+        return replace(self, fragments=fragments.on_host(self.fragments), weights=iter(weights))
 
     def write(self, folder: Path, rank: int) -> dict[str, Content]:
         """Write the files of this rank; returns what they must hold from now on."""
@@ -58,6 +62,8 @@ class _Content:
         finally:
             for _ in self.weights:  # where gathering them needs all ranks, none may leave early
                 continue
+        if rank == 0 and self.left_out:
+            frozen.write(folder / "weights", self.left_out)
         torch.save(dict(self.rng), folder / checkpoint_files.rng_file(rank))
         for name, text in self.texts.items():
             (folder / name).write_text(text)
@@ -82,14 +88,23 @@ class CheckpointWriter:
         engine: what is saved.
         in_background: go on training while files are written, from a copy in host memory.
         size_bytes: of a checkpoint, about.
+        left_out: frozen weights that checkpoints do not hold.
 
     Raises:
         CheckpointError: the disk has no room for one.
     """
 
-    def __init__(self, folder: Path, engine: Engine, *, in_background: bool, size_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        engine: Engine,
+        *,
+        in_background: bool,
+        size_bytes: int = 0,
+        left_out: Mapping[str, Frozen] | None = None,
+    ) -> None:
         self._folder, self._engine, self._in_background = folder, engine, in_background
-        self._size_bytes = size_bytes
+        self._size_bytes, self._left_out = size_bytes, left_out or {}
         _by_main(lambda: checkpoint_files.clear(folder), folder)
         self._check_space()
         self._final: Path | None = None
@@ -165,7 +180,8 @@ class CheckpointWriter:
             texts |= {"train_state.json": state.to_json(), "config.yaml": config_yaml}
             if scaler_state := self._engine.scaler_state():
                 texts[f"optimizer/{checkpoint_files.LOSS_SCALE}"] = json.dumps(scaler_state) + "\n"
-        return _Content(self._engine.fragments(), self._engine.full_tensors(), texts, _rng_state())
+        weights = self._engine.full_tensors(lambda name: name not in self._left_out)
+        return _Content(self._engine.fragments(), weights, self._left_out, texts, _rng_state())
 
     def _write(self, content: _Content) -> None:
         try:

@@ -17,7 +17,7 @@ from lavis_ds import distributed
 from lavis_ds.batch import Unusable
 from lavis_ds.config.schema import RootConfig
 from lavis_ds.models.base import Model
-from lavis_ds.runners import build
+from lavis_ds.runners import build, job
 from lavis_ds.runners.quarantine import check
 from lavis_ds.runners.state import TrainState
 from lavis_ds.tasks.base import Task
@@ -55,7 +55,7 @@ class Evaluation:
     def write(self, folder: Path) -> Path:
         """Write `<split>_step_00001000.json` (scores) and `.jsonl` (predictions) into `folder`; returns the first."""
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{self.split}_step_{self.step:08d}.json"
+        path = job.result_file(folder, self.split, self.step)
         if self.predictions:
             path.with_suffix(".jsonl").write_text(
                 "".join(json.dumps(p, ensure_ascii=False) + "\n" for p in self.predictions)

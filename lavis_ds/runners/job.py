@@ -168,6 +168,11 @@ def make_folder(job: Job) -> None:
         ) from error
 
 
+def result_file(folder: Path, split: str, step: int) -> Path:
+    """The file of an evaluation's scores; predictions have the same name with the ending `.jsonl`."""
+    return folder / f"{split}_step_{step:08d}.json"
+
+
 @contextmanager
 def writing(folder: Path) -> Iterator[None]:
     """Context that writes what the run has to tell into its folder.

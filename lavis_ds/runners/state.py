@@ -20,6 +20,7 @@ class TrainState:
         tokens_seen: real tokens (no padding), image tokens included.
         targets_seen: tokens with a loss.
         steps_skipped: optimizer steps whose gradient was not finite.
+        rewinds: pairs of a step that failed, and the step whose weights were taken back then.
         dataset_sizes: samples of each dataset; a resumed run must find the same.
         global_batch_size: samples an optimizer step; a resumed run must have the same.
         seed: seed of the data order; a resumed run must have the same.
@@ -34,6 +35,7 @@ class TrainState:
     tokens_seen: int = 0
     targets_seen: int = 0
     steps_skipped: int = 0
+    rewinds: list[list[int]] = field(default_factory=list)
     dataset_sizes: dict[str, int] = field(default_factory=dict)
     global_batch_size: int = 0
     seed: int = 0

@@ -189,8 +189,8 @@ def _look(folder: Path) -> None:
 # ---- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def not_finite_on_rank_1() -> None:
-    """In step 2 the loss of rank 1 is NaN; in step 4 its loss is finite and the gradient is NaN."""
+def not_finite_on_rank_1(loss_in: int = 2, gradient_in: int = 4) -> None:
+    """In one step the loss of rank 1 is NaN; in another its loss is finite and the gradient is NaN."""
     from lavis_ds.tasks.instruct import InstructTask
 
     train_step, calls = InstructTask.train_step, []
@@ -198,9 +198,9 @@ def not_finite_on_rank_1() -> None:
     def poisoned(self: Any, forward: Any, batch: Any) -> StepOutput:
         calls.append(batch)
         output = train_step(self, forward, batch)
-        if len(calls) == 2:
+        if len(calls) == loss_in:
             return StepOutput(output.loss_sum * float("nan"), output.metrics)
-        if len(calls) == 4:
+        if len(calls) == gradient_in:
             return StepOutput(output.loss_sum + (output.loss_sum * 0).sqrt(), output.metrics)
         return output
 

@@ -5,12 +5,14 @@ Ranks that die at random moments are in `test_kills`, those that stall or raise 
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -245,6 +247,35 @@ def test_a_rank_whose_numbers_are_not_finite_ends_the_run(stage: int, project: P
     named = [name for name in ids if f"{name}," in said_0 or f"{name}." in said_0]
     assert len(named) == len(ids) // 2, "those of rank 1"
     assert len(metrics(folder)) == 1
+
+
+def test_a_rank_whose_numbers_are_not_finite_takes_all_back(project: Path, whole: Path) -> None:
+    """To the checkpoint that is being written. Largest difference of losses between ZeRO-2 and ZeRO-3 seen: 0."""
+    losses = {}
+    for stage in (2, 3):
+        job = f"rewind_{stage}"
+        options = [ZERO[stage], "run.on_non_finite=rewind", "run.save_in_background=true", "run.keep_last=9"]
+        fault = partial(faults.not_finite_on_rank_1, 5, 7)
+        assert [code for code, _ in run(project, job, options, fault)] == [0, 0]
+        folder = project.parent / "output" / job
+        found = metrics(folder)
+        assert [line.get("train/rewound_to") for line in found] == [None] * 4 + [4, None, 6, None]
+        assert [line["data/sample_ids"] for line in found] == [line["data/sample_ids"] for line in metrics(whole)]
+        assert steps_of(folder) == [2, 4, 6, 8]
+        assert weights(folder, 4) == weights(whole, 4) or stage == 3
+        state = json.loads((folder / "checkpoints" / "step_00000008" / "train_state.json").read_text())
+        assert (state["rewinds"], state["steps_skipped"]) == ([[5, 4], [7, 6]], 2)
+        losses[stage] = [line["train/loss"] for line in found if line["step"] != 5]
+    print("largest difference", max(abs(a - b) for a, b in zip(losses[2], losses[3], strict=True)))
+    assert losses[3] == pytest.approx(losses[2], abs=1e-5)
+
+
+def test_all_ranks_end_when_it_is_too_often(project: Path) -> None:
+    options = [ZERO[3], "run.on_non_finite=rewind", "run.max_rewinds=1"]
+    fault = partial(faults.not_finite_on_rank_1, 3, 4)
+    (code_0, said_0), (code_1, said_1) = run(project, "too_often", options, fault)
+    assert (code_0, code_1, said_1) == (1, 1, ""), "one rank tells it"
+    assert "the gradient norm is inf; the run has gone back 1 times already (run.max_rewinds)." in said_0
 
 
 # ---- saving while an evaluation runs ---------------------------------------------------------------------------------

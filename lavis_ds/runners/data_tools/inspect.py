@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lavis_ds.errors import ConfigError
-from lavis_ds.runners import process
+from lavis_ds.runners import output, process
 from lavis_ds.runners.data_tools import reading
 
 if TYPE_CHECKING:
@@ -42,10 +42,12 @@ def inspect(
         The exit code, 0.
 
     Raises:
-        ConfigError: there is no such split, dataset or sample.
+        ConfigError: there is no such split, dataset or sample, or the file can't be written.
     """
     if num < 1 or epoch < 0:
         raise ConfigError("numbers of samples and epochs start at 1 and 0.", where="lavis-ds data inspect")
+    if html is not None:
+        output.require_file(Path(html), "--html")
     found = reading.read(reading.load_config(cfg, options), split, dataset)
     if found.streams and epoch:
         raise ConfigError("a stream is looked at from its start only.", where="--seed-epoch", given=epoch)

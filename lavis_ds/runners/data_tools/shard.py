@@ -13,6 +13,7 @@ import yaml
 from lavis_ds.config.schema import DatasetConfig, RootConfig
 from lavis_ds.data.shards.write import WriteSummary, write_shards
 from lavis_ds.errors import ConfigError
+from lavis_ds.runners import output
 from lavis_ds.runners.data_tools import reading
 from lavis_ds.runners.observers.numbers import size_bytes
 
@@ -53,6 +54,7 @@ def shard(
     """
     limit = parse_size(max_bytes, "--max-bytes")
     config = reading.load_config(cfg, options)
+    output.require_folder(Path(folder), "--to")
     found = reading.read(config, split, dataset).require_indexed()
     wanted = {name: samples for name, samples in found.splits[split].items() if dataset in (None, name)}
     entries = {}

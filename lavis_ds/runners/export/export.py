@@ -16,6 +16,7 @@ from lavis_ds.errors import ConfigError
 from lavis_ds.models.adapters import adapted_layers
 from lavis_ds.models.base import Model
 from lavis_ds.models.skeleton import skeleton
+from lavis_ds.models.weights import left_out_of
 from lavis_ds.runners import build, job
 from lavis_ds.runners.export import adapters, check
 from lavis_ds.runners.export.families import target_of
@@ -24,6 +25,7 @@ from lavis_ds.runners.export.shards import Writer
 from lavis_ds.runners.export.stored import Stored, common_dtype, stored_tensors, tensors_of
 from lavis_ds.runners.export.target import Target, checked
 from lavis_ds.runners.observers.numbers import size_bytes
+from lavis_ds.runners.output import require_folder
 
 DTYPES = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SPARE_BYTES = 64 * 2**20
@@ -60,7 +62,7 @@ def export(
     config, stored = _opened(folder)
     entry = entry_of(config, dataset)
 
-    model = skeleton(adapters.with_parts(config.model, lora=None))
+    model = skeleton(adapters.with_parts(config.model, lora=None, dtype=None))
     target = target_of(model)
     settings = Settings(config, entry, model, target)
     weights = _weights(config, stored, keep=adapter == "keep")
@@ -89,6 +91,7 @@ def _free_place(output: Path) -> Path:
         raise ConfigError(
             "this is no empty folder, and nothing is overwritten.", where="--to", given=output, hint="Name another."
         )
+    require_folder(output.parent, "--to")
     return output
 
 
@@ -96,7 +99,7 @@ def _opened(folder: Path) -> tuple[RootConfig, dict[str, Stored]]:
     """The run as it is exported, and its tensors.
 
     What was stored in 4 bits is not in a checkpoint: those weights come from the model's own source, at full precision.
-    They are the only ones that are in memory as a whole.
+    So does what was left out since it is frozen. These are the only ones that are in memory as a whole.
     """
     config = load(folder / "config.yaml").config
     own = {"pretrained": str(folder), "finetuned": None}
@@ -104,7 +107,11 @@ def _opened(folder: Path) -> tuple[RootConfig, dict[str, Stored]]:
     opened = config.model_copy(update={"model": model})
     if adapters.is_quantised(config.model):
         return opened, tensors_of(build.build_model(opened))
-    return opened, stored_tensors(folder)
+    stored, left_out = stored_tensors(folder), left_out_of(folder)
+    if left_out:
+        whole = tensors_of(build.build_model(opened))
+        stored |= {name: whole[name].cast(entry.dtype) for name, entry in left_out.items()}
+    return opened, stored
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,10 @@ class Stored:
         """A tensor of this shape and type without content, on the meta device."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
+    def cast(self, dtype: torch.dtype) -> Stored:
+        """The same in another type."""
+        return Stored(self.shape, dtype, lambda: self.read().to(dtype))
+
 
 def stored_tensors(checkpoint: Path) -> dict[str, Stored]:
     """Parameter name -> tensor of the checkpoint's `weights/`, whatever the ZeRO stage it was trained with.

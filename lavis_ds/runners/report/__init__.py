@@ -33,11 +33,12 @@ def write_report(folders: Sequence[Path], output: Path | None = None) -> Path:
         raise ConfigError("a report needs run folders.", given=len(folders), expected=f"1 to {MAX_RUNS}")
     runs = [read_run(Path(folder)) for folder in folders]
     _tell_apart(runs)
-    if output is None:
-        output = (
-            runs[0].folder / "report.html" if len(runs) == 1 else runs[0].folder.resolve().parent / "comparison.html"
-        )
-    return page.write(output, render(runs))
+    return page.write(output or default_output(folders), render(runs))
+
+
+def default_output(folders: Sequence[Path]) -> Path:
+    """Where the page of these run folders goes if nobody says."""
+    return folders[0] / "report.html" if len(folders) == 1 else folders[0].resolve().parent / "comparison.html"
 
 
 def _tell_apart(runs: list[Run]) -> None:

@@ -69,10 +69,10 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 def make_runner(process: None, tiny_run: TinyRun, tmp_path: Path) -> Callable[..., TrainRunner]:
     """The training loop of the tiny project, built and not yet started; arguments are options."""
 
-    def make(*options: str) -> TrainRunner:
+    def make(*options: str, resume: str | None = None) -> TrainRunner:
         changed = [f"run.output_dir={tmp_path / 'output'}", "run.valid_splits=[]", "run.test_splits=[]", *options]
         config = load(tiny_run.cfg, changed).config
-        chosen = job.resolve(config, job_id="a", resume=None)
+        chosen = job.resolve(config, job_id="a", resume=resume)
         job.make_folder(chosen)
         distributed.initialize(30)
         return TrainRunner(config, chosen, preflight.check(config, world_size=1))

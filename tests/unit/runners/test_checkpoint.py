@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -37,14 +37,18 @@ class Engine:
         return {"cur_scale": 256.0}
 
     def restore(
-        self, stored: StoredFragments, weights: Mapping[str, Tensor], scaler_state: dict[str, float]
+        self,
+        stored: StoredFragments,
+        weights: Mapping[str, Tensor],
+        scaler_state: dict[str, float],
+        kept: Container[str] = (),
     ) -> list[str]:
         restore(self.fragments(), stored, weights)
         assert torch.equal(weights["value"], self.value)
         assert scaler_state == {"cur_scale": 256.0}
         return self.fresh
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(self, wanted: Callable[[str], bool] = bool) -> Iterator[tuple[str, Tensor]]:
         yield "value", self.value
 
     def describe(self) -> dict[str, Any]:
@@ -200,7 +204,7 @@ def test_a_full_disk_is_one_error_and_the_one_before_stays(
     gathered = []
 
     class Sharded(Engine):
-        def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        def full_tensors(self, wanted: Callable[[str], bool] = bool) -> Iterator[tuple[str, Tensor]]:
             for name in ("value", "other"):
                 gathered.append(name)
                 yield name, self.value
@@ -215,6 +219,24 @@ def test_a_full_disk_is_one_error_and_the_one_before_stays(
     assert gathered == ["value", "other"], "other ranks wait for this one in every gathering"
     assert find(tmp_path) == (before, [])
     assert find(tmp_path / save(tmp_path, Engine(3.0), 8).parent)[0] == tmp_path / "step_00000008"
+
+
+def test_files_that_other_ranks_are_about_to_name_are_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """safetensors writes into a hidden file first, which may be gone a moment after it was seen."""
+    write = checkpoint_writer.fragments.write
+
+    def beside_another_rank(pieces: Any, folder: Path, rank: int) -> None:
+        write(pieces, folder, rank)
+        (folder / ".tmpYpiez9").symlink_to("nowhere")
+        (folder / ".tmpAbcdef").write_text("half of rank 1's shard")
+
+    monkeypatch.setattr(checkpoint_writer.fragments, "write", beside_another_rank)
+    path = save(tmp_path, Engine(1.0), 4)
+    files = checkpoint_files.verify(path)["files"]
+    assert not [name for name in files if ".tmp" in name]
+    assert "optimizer/rank_00000_00000.safetensors" in files
 
 
 def test_a_disk_without_room_is_told_before_anything_is_written(

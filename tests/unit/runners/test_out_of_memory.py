@@ -84,7 +84,7 @@ def test_in_a_step(call: int, where: str, also: str, make_runner: MakeRunner, mo
     assert text.startswith(f"{where}the memory of the GPU ran out (peak ")
     assert re.search(also, text)
     assert "OutOfMemoryError: CUDA out of memory" in text
-    assert "1. model.language.gradient_checkpointing=true model.vision.gradient_checkpointing=true" in text
+    assert "1. model.language.gradient_checkpointing=full model.vision.gradient_checkpointing=full" in text
     assert "2. run.batch_size_train=2 run.accum_grad_iters=4 (the same global batch)" in text
     assert caught.value.__cause__ is GPU_ERROR
 
@@ -145,10 +145,11 @@ PLAN = BatchPlan(global_batch_size=16, micro_batch_size=4, accumulation=2)  # 2 
 
 def test_the_whole_ladder_on_the_gpu_and_nothing_that_is_in_use(tiny_run: TinyRun) -> None:
     assert keys(advice(config_with(tiny_run), PLAN, "GPU", STEP)) == [
-        "model.language.gradient_checkpointing=true model.vision.gradient_checkpointing=true",
+        "model.language.gradient_checkpointing=full model.vision.gradient_checkpointing=full",
         "run.batch_size_train=2 run.accum_grad_iters=4",
         "run.precision=bf16",
         "run.deepspeed_config.zero_optimization.stage=3",
+        "run.optimizer.name=adamw_8bit",
         "run.deepspeed_config=zero2_offload",
         "model.language.lora={r: 16}",
     ]
@@ -168,6 +169,11 @@ def test_the_whole_ladder_on_the_gpu_and_nothing_that_is_in_use(tiny_run: TinyRu
         (["run.deepspeed_config=zero3"], PLAN, "run.deepspeed_config=zero3_offload"),
         (["run.deepspeed_config=zero2_offload"], PLAN, "run.deepspeed_config=zero3_offload"),
         (["run.engine=torch"], PLAN, "run.engine=deepspeed run.deepspeed_config=zero2"),
+        (
+            ["run.optimizer.name=muon"],
+            PLAN,
+            "run.optimizer={name: adamw}, which can go to host memory: run.deepspeed_config=zero2_offload",
+        ),
         ([], BatchPlan(6, 3, 1), "run.batch_size_train=1 run.accum_grad_iters=3"),
         (["model.max_txt_len=2048"], PLAN, "model.max_txt_len=1024"),
     ],

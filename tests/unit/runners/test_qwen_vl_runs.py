@@ -24,9 +24,13 @@ SIZES = [(40, 40), (90, 30), (33, 130), (64, 64), (200, 150)]
 
 @pytest.fixture(scope="module", params=["qwen3_vl", "qwen2_5_vl"])
 def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = {"max_steps": 6, "save_every": 3, "global_batch_size": 4, "batch_size_train": 2, "test_splits": ["val"]}
+    return make_qwen_vl(tmp_path_factory.mktemp(request.param), request.param, **run)
+
+
+def make_qwen_vl(folder: Path, arch: str, **run: Any) -> Path:
     """The tiny project with pictures of many sizes and a tiny Qwen-VL."""
-    folder = tmp_path_factory.mktemp(request.param)
-    cfg = make_project(folder, max_steps=6, save_every=3, global_batch_size=4, batch_size_train=2, test_splits=["val"])
+    cfg = make_project(folder, **run)
     tokenizer: Any = train_tokenizer([" ".join(WORDS)], vocab_size=320)
     tokenizer.add_special_tokens({"extra_special_tokens": [f"<|{n}|>" for n in MARKS]})
     tokenizer.save_pretrained(folder / "tokenizer")
@@ -35,8 +39,8 @@ def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         width, height = SIZES[number % len(SIZES)]
         Image.fromarray(rng.integers(0, 255, (height, width, 3), dtype=np.uint8)).save(path)
     tree = yaml.safe_load(cfg.read_text())
-    patch = 16 if request.param == "qwen3_vl" else 14
-    tree["model"] = {"arch": request.param, "model_type": "tiny", "max_txt_len": 256}
+    patch = 16 if arch == "qwen3_vl" else 14
+    tree["model"] = {"arch": arch, "model_type": "tiny", "max_txt_len": 256}
     tree["model"]["language"] = {"tokenizer": str(folder / "tokenizer")}
     native = {"name": "image_native", "patch_size": patch, "min_pixels": 1024, "max_pixels": 16384}
     tree["datasets"]["tiny"]["vis_processor"] = native
@@ -69,6 +73,10 @@ def test_a_processor_of_fixed_size_is_refused(project: Path, capsys: Any) -> Non
 
 @pytest.fixture(scope="module")
 def with_videos(project: Path) -> Path:
+    return add_videos(project)
+
+
+def add_videos(project: Path) -> Path:
     """The project, and a dataset of folders of three to five frames."""
     folder, rng = project.parent, np.random.default_rng(1)
     items = []

@@ -162,6 +162,18 @@ def test_sigterm_saves_and_stops_at_the_step_boundary(make_runner: MakeRunner, m
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
+def test_the_end_is_not_saved_where_nobody_wants_it(make_runner: MakeRunner) -> None:
+    runner = make_runner("run.save_last=false", "run.save_every=4")
+    assert runner.run() == 0
+    assert [p.name for p in complete_ones(runner.job.checkpoints)] == ["step_00000004"]
+
+
+def test_a_stop_is_saved_in_any_case(make_runner: MakeRunner) -> None:
+    runner = make_runner("run.save_last=false", "run.save_every=null", "run.stop_at_step=2")
+    assert runner.run() == 75
+    assert [p.name for p in complete_ones(runner.job.checkpoints)] == ["step_00000002"]
+
+
 def test_evaluate_only(make_runner: MakeRunner) -> None:
     runner = make_runner("run.evaluate=true", "run.test_splits=[val]")
     before = {name: p.clone() for name, p in runner.model.named_parameters()}

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lavis_ds.runners import watchdog
+from lavis_ds.runners.collectives import Collective
 from lavis_ds.runners.progress import Progress
 from lavis_ds.runners.watchdog import Answer, Watchdog, verdict
 
@@ -54,6 +55,28 @@ def test_all_ranks_at_one_place_and_a_single_rank() -> None:
     alone = text([answer(0, 31)], 1)
     assert alone.startswith("step 7, rank 0: nothing moved")
     assert "wait for it" not in alone
+
+
+def with_calls(rank: int, moves: int, *names: str) -> Answer:
+    calls = [Collective("0", n, name, "", "in f (a.py:1)", n < len(names), n) for n, name in enumerate(names, 1)]
+    return Answer(**{**answer(rank, moves).__dict__, "calls": tuple(calls)})
+
+
+STUCK = "nothing moved for 450 s (updating the weights)"
+
+
+def test_the_operation_is_named() -> None:
+    """Of kernels that run behind the CPU's back, only the record of calls tells who is behind."""
+    said = text([with_calls(0, 31, "all_reduce", "barrier"), with_calls(1, 31, "all_reduce")], 2)
+    assert said.startswith(f"step 7, rank 1 on host1: {STUCK}; the other ranks wait for it in call 2, barrier, called ")
+    assert "called in f (a.py:1). Given: samples s1, t1." in said
+    other = text([with_calls(0, 31, "all_reduce", "barrier"), with_calls(1, 31, "all_reduce", "broadcast")], 2)
+    assert other.startswith(f"step 7, all 2 ranks: {STUCK}; not all ranks make the same calls: ")
+    assert "as call 2, rank 0 is in barrier, called in f (a.py:1); rank 1 is in broadcast" in other
+    silent = text([with_calls(0, 31, "all_reduce", "barrier")], 2)
+    assert "did not even answer); the other ranks wait for it in barrier, called in f (a.py:1)." in silent
+    same = text([with_calls(rank, 31, "all_reduce", "barrier") for rank in range(2)], 2)
+    assert same.startswith(f"step 7, all 2 ranks: {STUCK}; it stands in barrier, ")
 
 
 @pytest.fixture
