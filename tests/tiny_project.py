@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import yaml
 from PIL import Image
 
@@ -122,3 +123,19 @@ def _config(folder: Path, run: dict[str, Any]) -> dict[str, Any]:
 def metrics(run_folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics.jsonl."""
     return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def read_language_from_folder(path: Path) -> Path:
+    """Write a project's language model, of random weights, into a folder that its YAML names then; returns it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    tree = yaml.safe_load(path.read_text())
+    language, folder = tree["model"]["language"], path.parent / "language"
+    tokenizer = AutoTokenizer.from_pretrained(language.pop("tokenizer"))
+    shape = AutoConfig.for_model(**language.pop("config"), vocab_size=len(tokenizer))
+    torch.manual_seed(7)
+    AutoModelForCausalLM.from_config(shape).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    language["path"] = str(folder)
+    path.write_text(yaml.safe_dump(tree))
+    return folder

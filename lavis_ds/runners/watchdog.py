@@ -1,4 +1,4 @@
-"""Ends a run that stands still, and says which rank it waits for, at which step, with which samples.
+"""Ends a run that stands still, and says which rank it waits for, in which operation and step, with which samples.
 
 Ranks meet in collectives, so one that stalls stops all of them at nearly the same moment, and every rank's own watchdog
 notices. Each writes what it knows into the run folder; the lowest rank that answers compares, and tells.
@@ -19,11 +19,16 @@ from pathlib import Path
 
 from lavis_ds import distributed
 from lavis_ds.errors import LavisError
+from lavis_ds.runners import collectives
+from lavis_ds.runners.collectives import Collective
 from lavis_ds.runners.progress import Place, Progress
 
 _POLL_S = 1.0
 _ANSWERS_S = 10.0
 """How long the others may take to answer: ranks notice within a poll and a step's differences of each other."""
+
+_ELSEWHERE = ("stacks", "calls")
+"""What an answer's first line does not hold: the rest of the file, and a file of its own."""
 
 _LAST_WORDS_S = 3.0
 """How long the others stay for the one that tells, since launchers end every rank soon after the first."""
@@ -41,6 +46,7 @@ class Answer:
     in_collective: bool
     samples: tuple[str, ...]
     stacks: str = ""
+    calls: tuple[Collective, ...] = ()
 
 
 class Watchdog:
@@ -92,10 +98,15 @@ class Watchdog:
     def _write(self, rank: int, place: Place) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         own = self._folder / f"rank_{rank:05d}.txt"
+        faulthandler.dump_traceback_later(_ANSWERS_S, exit=True, file=2)  # the recorder asks a GPU that may be dead
+        calls = collectives.recorded()
+        faulthandler.cancel_dump_traceback_later()
+        text = "[" + ",\n".join(json.dumps(asdict(call)) for call in calls) + "]\n"
+        (self._folder / f"collectives_{rank:05d}.json").write_text(text)
         at = (place.step, place.doing, place.moves, _is_in_collective(), place.samples)
         answer = Answer(rank, socket.gethostname(), *at)
         with own.with_suffix(".part").open("w") as file:
-            file.write(json.dumps({k: v for k, v in asdict(answer).items() if k != "stacks"}) + "\n")
+            file.write(json.dumps({k: v for k, v in asdict(answer).items() if k not in _ELSEWHERE}) + "\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         own.with_suffix(".part").rename(own)
@@ -108,7 +119,8 @@ class Watchdog:
         answers = []
         for path in paths:
             header, _, stacks = path.read_text(errors="replace").partition("\n")
-            answers.append(Answer(**json.loads(header), stacks=stacks))
+            calls = json.loads(path.with_name(f"collectives_{path.stem[5:]}.json").read_text())
+            answers.append(Answer(**json.loads(header), stacks=stacks, calls=tuple(Collective(**c) for c in calls)))
         return answers
 
 
@@ -122,24 +134,34 @@ def verdict(answers: Sequence[Answer], world_size: int, timeout_s: float, folder
         folder: where the stacks of all ranks are.
     """
     silent = sorted(set(range(world_size)) - {answer.rank for answer in answers})
-    # Under ZeRO, ranks also meet inside a forward and backward pass; then it is the one that is not at the meeting.
-    least = min((answer.moves, answer.in_collective) for answer in answers)
-    behind = [answer for answer in answers if (answer.moves, answer.in_collective) == least]
+    parting = collectives.parting({answer.rank: answer.calls for answer in answers})
+    behind = [a for a in answers if a.rank in parting.ranks] if parting else _least_moved(answers)
     first = behind[0]
+    place = f" in {call}" if (call := collectives.waiting(answers[0].calls)) else ""
+    waits = f"; the other ranks wait for it{place}"
     if silent:
         who, why = f"rank {_some(silent)}", "frozen, or its machine is gone: it did not even answer"
     elif len(behind) == len(answers):
-        who, why = (f"all {world_size} ranks" if world_size > 1 else "rank 0"), f"{first.doing}"
+        who, why = (f"all {world_size} ranks" if world_size > 1 else "rank 0"), first.doing
+        waits = place and f"; it stands{place}"
     else:
-        who, why = f"rank {_some([answer.rank for answer in behind])} on {first.host}", f"{first.doing}"
-    waiting = "" if len(behind) == len(answers) and not silent else "; the other ranks wait for it"
+        who, why = f"rank {_some([answer.rank for answer in behind])} on {first.host}", first.doing
+    if parting and not silent:
+        own = collectives.waiting(first.calls) if len(parting.ranks) == 1 and parting.is_lag else None
+        waits = f"; {parting.text}" + (f"; it stands in {own}" if own else "")
     return LavisError(
-        f"nothing moved for {timeout_s:g} s ({why}){waiting}.",
+        f"nothing moved for {timeout_s:g} s ({why}){waits}.",
         where=f"step {first.step}, {who}",
         given=None if silent or not first.samples else f"samples {', '.join(first.samples)}",
         hint=f"The stacks of all ranks are in {folder}. Where steps just take that long, raise run.stall_timeout_s."
         + ("" if silent else f" The stack of rank {first.rank}:\n{first.stacks.rstrip()}"),
     )
+
+
+def _least_moved(answers: Sequence[Answer]) -> list[Answer]:
+    # Under ZeRO, ranks also meet inside a forward and backward pass; then it is the one that is not at the meeting.
+    least = min((answer.moves, answer.in_collective) for answer in answers)
+    return [answer for answer in answers if (answer.moves, answer.in_collective) == least]
 
 
 def _is_in_collective() -> bool:

@@ -35,6 +35,8 @@ GRACE_S = 10.0
 TAIL_LINES = 60
 RUN_MARK = "LAVIS_DS_TEST_RUN"
 CPU_ONLY = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+DEVICE = "LAVIS_DS_TEST_DEVICE"
+"""Of the environment: `gpu` lets the tests of this folder use GPUs, `cpu` tries those of tests/gpu without any."""
 
 
 class RanksFailed(AssertionError):  # noqa: N818  (reads as a sentence in a test)
@@ -68,12 +70,13 @@ def run_ranks(
         world_size: number of ranks.
         args: the same on every rank.
         timeout_s: after this every rank is killed and the test fails with each rank's stack and last output.
-        cpu_only: hide GPUs from the ranks.
+        cpu_only: hide GPUs from the ranks; what `DEVICE` says goes before it.
         join_group: form a gloo group first. Without it the ranks only have RANK, MASTER_PORT, ... in their environment.
 
     Raises:
         RanksFailed: a rank raised, died or hung.
     """
+    cpu_only = is_cpu_only(cpu_only)
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     port = free_port()
@@ -97,6 +100,12 @@ def run_ranks(
         if failures:
             raise RanksFailed("\n\n".join(failures))
         return [pickle.loads((folder / f"{rank}.result").read_bytes()) for rank in range(world_size)]
+
+
+def is_cpu_only(by_itself: bool) -> bool:
+    """Whether ranks shall see no GPU."""
+    chosen = os.environ.get(DEVICE)
+    return by_itself if chosen is None else chosen == "cpu"
 
 
 def _rank_main(
@@ -221,7 +230,8 @@ def launch(
         RanksFailed: the run took longer than `timeout_s`.
     """
     port, mark = free_port(), uuid.uuid4().hex
-    own = {RUN_MARK: mark, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"} | (CPU_ONLY if device == "cpu" else {})
+    own = {RUN_MARK: mark, "PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
+    own |= CPU_ONLY if is_cpu_only(device == "cpu") else {}
     command = [*_launcher_command(launcher, num_ranks, port), *launcher_args, *args]
     with tempfile.TemporaryFile("w+") as stdout, tempfile.TemporaryFile("w+") as stderr:
         environment = {**os.environ, **own, **(env or {})}
