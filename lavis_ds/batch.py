@@ -157,9 +157,11 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """The same batch with its tensors on `device` (asynchronously from pinned memory).
 
-        The grids stay on the host, which lays out the vision tower's work by them and would wait for the device.
+        Grids and segments stay on the host, which lays out the work of tower and attention by them and would wait for
+        the device.
         """
-        return replace(self._map(lambda tensor: tensor.to(device, non_blocking=True)), image_grids=self.image_grids)
+        moved = self._map(lambda tensor: tensor.to(device, non_blocking=True))
+        return replace(moved, image_grids=self.image_grids, segment_ids=self.segment_ids)
 
     def pin_memory(self) -> Batch:
         """Called by PyTorch's DataLoader; makes the copy to the GPU asynchronous."""

@@ -35,7 +35,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(MULTI):
             item.add_marker(pytest.mark.multi)
-            item.add_marker(pytest.mark.timeout(MULTI_TIMEOUT_S))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(MULTI_TIMEOUT_S))
 
 
 @pytest.fixture(autouse=True)

@@ -167,9 +167,17 @@ class RunnerConfig(NamedConfig):
 class OptimizerConfig(Config):
     """Optimizer settings besides the learning rate."""
 
-    name: Literal["adamw"] = Field("adamw", description="AdamW (Loshchilov & Hutter, https://arxiv.org/abs/1711.05101)")
+    name: Literal["adamw", "adamw_8bit", "muon"] = Field(
+        "adamw",
+        description="adamw (Loshchilov & Hutter, https://arxiv.org/abs/1711.05101); adamw_8bit: its moments in 8 bits "
+        "(bitsandbytes); muon: Muon for matrices of hidden layers, AdamW for all else",
+    )
     betas: tuple[float, float] = Field((0.9, 0.999), description="decay rates of the two moment averages")
     eps: float = Field(1e-8, gt=0, description="added to the denominator")
+    momentum: float = Field(0.95, ge=0, lt=1, description="decay rate of Muon's average of gradients")
+    stochastic_rounding: bool = Field(
+        False, description="keep adamw's master weights and moments in bf16 too, rounded at random, not to nearest"
+    )
 
 
 class ParamGroupConfig(Config):
@@ -221,6 +229,11 @@ class RunConfig(Config):
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "bf16", description="number format of the forward and backward pass"
     )
+    compile: Literal["auto"] | bool = Field(
+        "auto",
+        description="compile the layers, which fuses what runs between matrix products; auto does it on a GPU, and the "
+        "run's start says so",
+    )
     optimizer: OptimizerConfig = Field(
         default_factory=OptimizerConfig, description="optimizer settings besides the learning rate"
     )
@@ -236,11 +249,13 @@ class RunConfig(Config):
     )
     grad_clip: float | None = Field(1.0, gt=0, description="largest global gradient norm; null switches clipping off")
 
-    on_non_finite: Literal["stop", "skip"] = Field(
+    on_non_finite: Literal["stop", "skip", "rewind"] = Field(
         "stop",
-        description="what a loss or gradient that is not finite does: end the run, or leave the weights alone once",
+        description="what a loss or gradient that is not finite does: end the run, leave the weights alone once, or "
+        "take weights and optimizer back to the newest checkpoint and go on with the data that come next",
     )
     max_skipped_steps: int = Field(5, ge=1, description="steps in a row that may be skipped before the run ends anyway")
+    max_rewinds: int = Field(3, ge=1, description="times a run may go back before it ends anyway")
 
     num_workers: int = Field(2, ge=0, description="data-loading processes a rank")
     log_every: int = Field(10, ge=1, description="optimizer steps between console lines; metrics.jsonl gets every step")
@@ -253,7 +268,10 @@ class RunConfig(Config):
         None, description="optimizer steps between evaluations of valid_splits, or `epoch`"
     )
     save_every: Interval | None = Field(
-        "epoch", description="optimizer steps between checkpoints, or `epoch`; the end is always saved"
+        "epoch", description="optimizer steps between checkpoints, or `epoch`; the end is saved as well"
+    )
+    save_last: bool = Field(
+        True, description="save the end of the run; a run that is stopped before its end is saved in any case"
     )
     save_every_minutes: float | None = Field(
         None, gt=0, description="also save when this much time has passed since the last checkpoint"
@@ -262,6 +280,11 @@ class RunConfig(Config):
         False,
         description="train on while a checkpoint is written; needs host memory for a copy of each rank's share, and on "
         "rank 0 of the whole weights",
+    )
+    save_trainable_only: bool = Field(
+        False,
+        description="leave frozen weights out of checkpoints where they can be read again from a path, hub id or file "
+        "that the model names; their checksums are kept, and compared when the checkpoint is used",
     )
     keep_last: int = Field(2, ge=1, description="newest complete checkpoints kept")
     keep_every: int | None = Field(None, ge=1, description="checkpoints of steps that this divides are kept, too")
@@ -316,6 +339,12 @@ class RunConfig(Config):
                 f"stall_timeout_s ({self.stall_timeout_s}) must be less than dist_timeout_s ({self.dist_timeout_s}), "
                 "which would end the run first"
             )
+        if self.optimizer.stochastic_rounding:
+            needed = {"optimizer.name": "adamw", "precision": "bf16", "engine": "deepspeed"}
+            given = {"optimizer.name": self.optimizer.name, "precision": self.precision, "engine": self.engine}
+            wrong = [f"{key} {value} instead of {needed[key]}" for key, value in given.items() if value != needed[key]]
+            if wrong:
+                raise ValueError(f"optimizer.stochastic_rounding does not go with {', '.join(wrong)}")
         if self.min_lr > self.init_lr:
             raise ValueError(f"min_lr ({self.min_lr}) is larger than init_lr ({self.init_lr})")
         try:

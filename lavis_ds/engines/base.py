@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -27,6 +27,11 @@ class StepResult:
 
     grad_norm: float
     applied: bool
+
+
+def every(name: str) -> bool:
+    """True."""
+    return True
 
 
 class Engine(Protocol):
@@ -77,7 +82,11 @@ class Engine(Protocol):
         ...
 
     def restore(
-        self, stored: StoredFragments, weights: Mapping[str, Tensor], scaler_state: Mapping[str, float]
+        self,
+        stored: StoredFragments,
+        weights: Mapping[str, Tensor],
+        scaler_state: Mapping[str, float],
+        kept: Container[str] = (),
     ) -> list[str]:
         """Take over the state of any engine, at any number of ranks. Called on all ranks.
 
@@ -85,6 +94,7 @@ class Engine(Protocol):
             stored: what all ranks' `fragments` were.
             weights: what `full_tensors` gave then, by name.
             scaler_state: what it was then.
+            kept: names of parameters that stay as they are, since `weights` leaves them out.
 
         Returns:
             Names of parameters whose moments start anew, since they did not train then.
@@ -94,8 +104,11 @@ class Engine(Protocol):
         """
         ...
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter and persistent buffer, whole, one at a time, by name. All ranks must iterate to the end."""
+    def full_tensors(self, wanted: Callable[[str], bool] = every) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter and persistent buffer whose name is wanted, whole, one at a time, by name.
+
+        All ranks must iterate to the end.
+        """
         ...
 
     def finish(self) -> None:
@@ -107,14 +120,15 @@ class Engine(Protocol):
         ...
 
 
-def fill_weights(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy `weights` into a module that is whole on this rank.
+def fill_weights(module: nn.Module, weights: Mapping[str, Tensor], kept: Container[str] = ()) -> None:
+    """Copy `weights` into a module that is whole on this rank; parameters that are `kept` stay as they are.
 
     Raises:
         CheckpointError: one is missing.
     """
     for name, tensor in [*saved_parameters(module), *persistent_buffers(module)]:
-        tensor.detach().copy_(weight_of(weights, name, tensor.shape))
+        if name not in kept:
+            tensor.detach().copy_(weight_of(weights, name, tensor.shape))
 
 
 def weight_of(weights: Mapping[str, Tensor], name: str, shape: torch.Size) -> Tensor:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +15,16 @@ from torch import Tensor, nn
 from lavis_ds import distributed
 from lavis_ds.batch import Batch
 from lavis_ds.config.schema import RunConfig
-from lavis_ds.engines import ds_config, ds_fragments
-from lavis_ds.engines.base import StepResult, fill_weights, persistent_buffers, saved_parameters, weight_of
+from lavis_ds.engines import ds_config, ds_fragments, ds_partition, ds_speed
+from lavis_ds.engines.base import StepResult, every, fill_weights, persistent_buffers, saved_parameters, weight_of
 from lavis_ds.engines.fragments import Fragment, StoredFragments, restore
 from lavis_ds.models.parts import match_constants
-from lavis_ds.optim.adamw import NO_FACTORS, adamw, scale_learning_rates
+from lavis_ds.optim import optimizers
+from lavis_ds.optim.adamw import NO_FACTORS, scale_learning_rates
+from lavis_ds.optim.master_adamw import MasterAdamW
+from lavis_ds.optim.muon import Muon
+from lavis_ds.optim.stochastic_rounding import StochasticAdamW
+from lavis_ds.shares import stretch
 
 _SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -48,15 +54,34 @@ class DeepSpeedEngine:
         self._stage = int(zero["stage"])
         self._precision, self._grad_clip = run.precision, run.grad_clip
         self.is_sharded = self._stage == 3 and self.data_parallel_size > 1
-        offloads = zero.get("offload_optimizer", {}).get("device", "none") != "none"
-        optimizer = _cpu_adam(groups, run) if offloads else adamw(groups, run)
+        self._rounds_masters = run.optimizer.stochastic_rounding
+        optimizer = _optimizer(groups, run, self._settings)
+        settings = _settings_with(optimizer, self._settings)
+        by_muon = {id(p) for group in groups if group.get("uses_muon") for p in group["params"]}
+        by_muon_names = [name for name, parameter in module.named_parameters() if id(parameter) in by_muon]
+        _allow_in_zero(optimizer)
         scale_learning_rates(optimizer, 0.0)  # see _forget_trial_step
-        self._engine, self._optimizer, _, _ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=self._settings
-        )
+        if self._stage == 3:
+            ds_speed.gather_by_layer(module, settings["zero_optimization"], deepspeed.utils.set_z3_leaf_modules)
+        exact = {} if self._precision == "fp32" else {name: stretch(p) for name, p in _trained_in_float32(module)}
+        if self.is_sharded:
+            deepspeed.init_distributed()  # takes over the group that there is, as `initialize` does, but later
+            ds_partition.partition(module, deepspeed.zero.Init, settings, self.device)
+        self._engine, self._optimizer, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
         _forget_trial_step(optimizer)
-        _lighten(self._engine.optimizer)
+        if isinstance(optimizer, MasterAdamW):
+            optimizer.keep_masters(torch.bfloat16)
+        if settings["bf16"]["enabled"] != self._settings["bf16"]["enabled"]:
+            _cast(self._engine.module, torch.bfloat16)
+        if isinstance(optimizer, StochasticAdamW) and self._stage > 0:
+            optimizer.shard = self.data_parallel_rank
+        if isinstance(optimizer, Muon):
+            optimizer.flats = ds_fragments.pieces(self._engine.module, by_muon_names, self._engine.optimizer)
+        if self._stage == 0 and self.data_parallel_size == 1:
+            self._engine.enable_backward_allreduce = False  # it copies all gradients to and fro, for one rank too
+        ds_speed.look_at_gradients_together(self._engine.optimizer)
         self.module: nn.Module = self._engine.module
+        self._fill_masters(exact)
         match_constants(self.module)  # DeepSpeed casts parameters alone
 
     def __call__(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -83,10 +108,15 @@ class DeepSpeedEngine:
 
     def _step_without_zero(self) -> StepResult:
         """Below ZeRO, DeepSpeed neither reports the norm nor refuses a gradient that is not finite."""
+        if isinstance(self._optimizer, MasterAdamW):
+            self._engine.step()
+            norm = self._optimizer.last_norm()
+            applied = math.isfinite(norm)
+            return StepResult(norm if applied else float("inf"), applied)
         loss_scale = float(getattr(self._optimizer, "cur_scale", 1.0))
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients)) / loss_scale
-        if not torch.isfinite(torch.tensor(norm)) and self._precision != "fp16":
+        if not math.isfinite(norm) and self._precision != "fp16":
             self._engine.zero_grad()
             return StepResult(float("inf"), applied=False)
         self._engine.step()
@@ -94,12 +124,12 @@ class DeepSpeedEngine:
         return StepResult(norm if applied else float("inf"), applied)
 
     def fragments(self) -> Iterator[Fragment]:
-        engine = self._engine
-        found = ds_fragments.fragments(
-            self.module, engine.optimizer, engine.basic_optimizer, self.data_parallel_rank, self.data_parallel_size
-        )
-        # In float32 the weights are their own masters, and are in the checkpoint already.
-        return (replace(fragment, has_own_master=self._precision != "fp32") for fragment in found)
+        optimizer, base = self._engine.optimizer, self._engine.basic_optimizer
+        rank, size = self.data_parallel_rank, self.data_parallel_size
+        found = ds_fragments.fragments(self.module, optimizer, base, rank, size)
+        # Otherwise the masters are the weights, and these are in the checkpoint already.
+        has_own_master = self._precision != "fp32" and not self._rounds_masters
+        return (replace(fragment, has_own_master=has_own_master) for fragment in found)
 
     def scaler_state(self) -> dict[str, float]:
         if self._precision != "fp16":
@@ -109,14 +139,26 @@ class DeepSpeedEngine:
 
     @torch.no_grad()
     def restore(
-        self, stored: StoredFragments, weights: Mapping[str, Tensor], scaler_state: Mapping[str, float]
+        self,
+        stored: StoredFragments,
+        weights: Mapping[str, Tensor],
+        scaler_state: Mapping[str, float],
+        kept: Container[str] = (),
     ) -> list[str]:
-        self._fill_weights(weights)
+        self._fill_weights(weights, kept)
         if self._precision == "fp16":
             for key, value in scaler_state.items():
                 if hasattr(self._loss_scaler, key):
                     setattr(self._loss_scaler, key, value)
-        return restore(self.fragments(), stored, weights)
+        return restore(self.fragments(), stored, weights, kept)
+
+    @torch.no_grad()
+    def _fill_masters(self, exact: Mapping[str, tuple[int, Tensor]]) -> None:
+        """DeepSpeed makes masters of weights that it has rounded already; these are the ones before that."""
+        for fragment in self.fragments() if exact else ():
+            if fragment.name in exact and fragment.master.dtype == torch.float32:
+                first, values = exact[fragment.name]
+                fragment.master.copy_(values[fragment.start - first :][: fragment.master.numel()])
 
     @property
     def _loss_scaler(self) -> Any:
@@ -124,22 +166,26 @@ class DeepSpeedEngine:
         optimizer = self._engine.optimizer
         return optimizer.loss_scaler if hasattr(optimizer, "loss_scaler") else optimizer.loss_scale_config
 
-    def _fill_weights(self, weights: Mapping[str, Tensor]) -> None:
+    def _fill_weights(self, weights: Mapping[str, Tensor], kept: Container[str]) -> None:
         if self._stage < 3:
-            fill_weights(self.module, weights)
+            fill_weights(self.module, weights, kept)
             return
         for name, parameter in saved_parameters(self.module):
+            if name in kept:
+                continue
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 if self.data_parallel_rank == 0:
                     parameter.copy_(weight_of(weights, name, parameter.shape))
         for name, buffer in persistent_buffers(self.module):
             buffer.copy_(weight_of(weights, name, buffer.shape))
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
+    def full_tensors(self, wanted: Callable[[str], bool] = every) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in saved_parameters(self.module):
+            if not wanted(name):
+                continue
             with deepspeed.zero.GatheredParameters([parameter], enabled=self._stage == 3):
                 yield name, parameter.detach()
-        yield from persistent_buffers(self.module)
+        yield from (pair for pair in persistent_buffers(self.module) if wanted(pair[0]))
 
     def finish(self) -> None:
         if self._settings.get("comms_logger", {}).get("enabled"):
@@ -168,26 +214,48 @@ def _forget_trial_step(optimizer: torch.optim.Optimizer) -> None:
             state["step"] = 0
 
 
-def _lighten(optimizer: Any) -> None:
-    """Take a look at every gradient in ZeRO-1 and 2 in a few kernels: by itself DeepSpeed looks at one after the other.
+def _trained_in_float32(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float32:
+            yield name, parameter
 
-    With some hundred parameters that is a thousand launches a step, twice: for what is not finite, then for the norm,
-    which alone tells as much (-1 where a gradient is not finite, upon which the step is left out).
-    """
-    if not hasattr(optimizer, "single_partition_of_fp32_groups") or optimizer.cpu_offload:
-        return  # another stage; and with offload, norms are taken as gradients arrive on the host
 
-    def norm(gradients: Iterable[Tensor], _: Any, norm_type: float = 2.0) -> Tensor:
-        found = [g for g in gradients if g is not None and not getattr(g, "_zero_padding", False)]
-        total = torch.zeros((), device=optimizer.device)
-        if found:
-            total += torch.stack(torch._foreach_norm(found, norm_type, dtype=torch.float32)).pow(norm_type).sum()
-        deepspeed.comm.all_reduce(total, group=optimizer.dp_process_group)
-        total = total.pow(1 / norm_type)
-        return torch.where(total.isfinite(), total, -1.0)
+def _optimizer(groups: list[dict[str, Any]], run: RunConfig, settings: Mapping[str, Any]) -> torch.optim.Optimizer:
+    """AdamW where the states live: on the host, on the device beside masters, or inside DeepSpeed's wrapper of it."""
+    zero = settings["zero_optimization"]
+    if zero.get("offload_optimizer", {}).get("device", "none") != "none":
+        return _cpu_adam(groups, run)
+    is_plain = run.optimizer.name == "adamw" and not run.optimizer.stochastic_rounding
+    if zero["stage"] == 0 and run.precision == "bf16" and is_plain and not _sums_in_another_type(settings):
+        return MasterAdamW(groups, run)
+    return optimizers.build(groups, run)
 
-    optimizer.get_grad_norm_direct = norm
-    optimizer.check_overflow = lambda partition_gradients=True: None
+
+def _sums_in_another_type(settings: Mapping[str, Any]) -> bool:
+    """Whether gradients are to be added up in a type of their own, for which DeepSpeed has a wrapper."""
+    return (settings.get("data_types") or {}).get("grad_accum_dtype") not in (None, "bf16")
+
+
+def _settings_with(optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> dict[str, Any]:
+    """What `deepspeed.initialize` gets: nothing of what the optimizer sees to, around which it would put a wrapper."""
+    if isinstance(optimizer, MasterAdamW):
+        return {**settings, "bf16": {"enabled": False}, "gradient_clipping": 0.0}
+    if isinstance(optimizer, StochasticAdamW) and settings["zero_optimization"]["stage"] == 0:
+        return {**settings, "bf16": {"enabled": False}}
+    return settings
+
+
+def _cast(module: nn.Module, dtype: torch.dtype) -> None:
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+def _allow_in_zero(optimizer: torch.optim.Optimizer) -> None:
+    """ZeRO takes optimizers of its own list; those of `run.optimizer` are tested with it here."""
+    supported = deepspeed.runtime.zero.utils.ZERO_SUPPORTED_OPTIMIZERS
+    if type(optimizer) not in supported:
+        supported.append(type(optimizer))
 
 
 def _cpu_adam(groups: list[dict[str, Any]], run: RunConfig) -> torch.optim.Optimizer:

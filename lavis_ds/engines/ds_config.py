@@ -2,7 +2,8 @@
 
 `run:` owns batch size, accumulation, learning rate, precision and clipping. `run.deepspeed_config` holds what only
 DeepSpeed has, such as `zero_optimization`; a number written in both places must be the same. Without
-`zero_optimization.stage` the stage is 2: optimizer states and gradients are partitioned, parameters are not.
+`zero_optimization` the stage is 2 (optimizer states and gradients are partitioned, parameters are not), and on a single
+rank 0.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from lavis_ds.config.load import configs_dir
 from lavis_ds.config.schema import RunConfig
+from lavis_ds.engines import ds_optimizer
 from lavis_ds.engines.ds_lint import DEFAULT_ZERO_STAGE, OWNERS, WHERE, checked
 from lavis_ds.errors import ConfigError, did_you_mean
 
@@ -149,6 +151,10 @@ def derive(run: RunConfig, plan: BatchPlan, *, data_parallel_size: int) -> dict[
     owned = _owned_values(run, plan)
     _refuse_disagreement(settings, owned)
     settings.pop("optimizer", None)
+    ds_optimizer.check(run, settings)
+    default = default_stage(run, settings, data_parallel_size)
+    stage = int(settings.get("zero_optimization", {}).get("stage", default))
+    _check_secondary_shards(settings, data_parallel_size)
     return {
         "wall_clock_breakdown": False,
         **settings,
@@ -156,10 +162,50 @@ def derive(run: RunConfig, plan: BatchPlan, *, data_parallel_size: int) -> dict[
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.accumulation,
         "gradient_clipping": owned["gradient_clipping"],
-        "bf16": {**(settings.get("bf16") or {}), "enabled": run.precision == "bf16"},
+        "bf16": {
+            **(settings.get("bf16") or {}),
+            "enabled": run.precision == "bf16",
+            **ds_optimizer.bf16_block(run, stage),
+        },
         "fp16": {**settings.get("fp16", {}), "enabled": run.precision == "fp16"},
-        "zero_optimization": {"stage": DEFAULT_ZERO_STAGE, **settings.get("zero_optimization", {})},
+        "zero_optimization": {"stage": stage, **settings.get("zero_optimization", {})},
     }
+
+
+def default_stage(run: RunConfig, settings: Mapping[str, Any], data_parallel_size: int) -> int:
+    """The ZeRO stage of a run that names none: 2, or 0 where a single rank has nothing to share.
+
+    Below ZeRO, fp16 has a slower wrapper, and settings of ZeRO say that it is wanted.
+    """
+    if data_parallel_size == 1 and run.precision != "fp16" and not settings.get("zero_optimization"):
+        return 0
+    return DEFAULT_ZERO_STAGE
+
+
+def zero_stage(run: RunConfig, data_parallel_size: int) -> int:
+    """The ZeRO stage that the run will have; 0 without DeepSpeed.
+
+    Raises:
+        ConfigError: the settings are wrong.
+    """
+    if run.engine != "deepspeed":
+        return 0
+    settings = checked(load(run.deepspeed_config))
+    default = default_stage(run, settings, data_parallel_size)
+    return int(settings.get("zero_optimization", {}).get("stage", default))
+
+
+def _check_secondary_shards(settings: Mapping[str, Any], data_parallel_size: int) -> None:
+    """Raises:
+    ConfigError: ZeRO++'s second set of shards does not divide the ranks.
+    """
+    shards = settings.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
+    if shards > 1 and (data_parallel_size % shards or shards > data_parallel_size):
+        raise ConfigError(
+            "this must divide the number of ranks; it is usually the GPUs of a machine.",
+            where=f"{WHERE}.zero_optimization.zero_hpz_partition_size",
+            given=f"{shards} with {data_parallel_size} ranks",
+        )
 
 
 def log_level(run: RunConfig, settings: Mapping[str, Any]) -> str:

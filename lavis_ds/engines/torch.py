@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,11 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from lavis_ds import distributed
 from lavis_ds.batch import Batch
 from lavis_ds.config.schema import RunConfig
-from lavis_ds.engines.base import StepResult, fill_weights, persistent_buffers, saved_parameters
+from lavis_ds.engines.base import StepResult, every, fill_weights, persistent_buffers, saved_parameters
 from lavis_ds.engines.ds_config import BatchPlan
 from lavis_ds.engines.fragments import Fragment, StoredFragments, restore, whole
 from lavis_ds.errors import ConfigError
-from lavis_ds.optim.adamw import NO_FACTORS, adamw, scale_learning_rates
+from lavis_ds.optim import optimizers
+from lavis_ds.optim.adamw import NO_FACTORS, scale_learning_rates
 
 
 class TorchEngine:
@@ -49,7 +50,7 @@ class TorchEngine:
         self.module = module.to(self.device)
         self._precision = run.precision
         self._grad_clip = run.grad_clip
-        self._optimizer = adamw(groups, run)
+        self._optimizer = optimizers.build(groups, run)
         self._forward: nn.Module = self.module
         if self.data_parallel_size > 1:
             devices = [self.device] if self.device.type == "cuda" else None
@@ -90,14 +91,18 @@ class TorchEngine:
 
     @torch.no_grad()
     def restore(
-        self, stored: StoredFragments, weights: Mapping[str, Tensor], scaler_state: Mapping[str, float]
+        self,
+        stored: StoredFragments,
+        weights: Mapping[str, Tensor],
+        scaler_state: Mapping[str, float],
+        kept: Container[str] = (),
     ) -> list[str]:
-        fill_weights(self.module, weights)
-        return restore(self.fragments(), stored, weights)
+        fill_weights(self.module, weights, kept)
+        return restore(self.fragments(), stored, weights, kept)
 
-    def full_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        yield from saved_parameters(self.module)
-        yield from persistent_buffers(self.module)
+    def full_tensors(self, wanted: Callable[[str], bool] = every) -> Iterator[tuple[str, Tensor]]:
+        yield from (pair for pair in saved_parameters(self.module) if wanted(pair[0]))
+        yield from (pair for pair in persistent_buffers(self.module) if wanted(pair[0]))
 
     def finish(self) -> None:
         """There are no tools."""

@@ -123,10 +123,11 @@ class Attention:
                 given=self.kernel,
                 hint="Set data.batching to padded or grouped, and text_processor.turns to conversation.",
             )
+        if self.runs(embeds_BTD):
+            return {"attention_mask": _NO_MASK, **boundaries(segment_ids_BT, embeds_BTD.device).options()}
+        segment_ids_BT = segment_ids_BT.to(embeds_BTD.device, non_blocking=True)
         if self.kernel == "flex":
             return {"attention_mask": _block_mask(segment_ids_BT)}
-        if self.runs(embeds_BTD):
-            return {"attention_mask": _NO_MASK, **boundaries(segment_ids_BT).options()}
         additive = embeds_BTD.dtype if self.kernel == "eager" else None
         return {"attention_mask": attention_mask(segment_ids_BT, additive)}
 

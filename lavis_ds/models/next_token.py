@@ -21,7 +21,7 @@ from lavis_ds.models.moe.balancer import Balancer
 from lavis_ds.models.moe.configs import MoEConfig
 from lavis_ds.models.moe.load import Load
 from lavis_ds.models.moe.routers import find_routers, require_routers
-from lavis_ds.models.parts import LanguageModel
+from lavis_ds.models.parts import LanguageModel, Part
 from lavis_ds.models.skeleton import reads_weights
 from lavis_ds.models.weights import Loaded
 
@@ -57,6 +57,8 @@ class NextTokenModel(Model):
             lines["experts"] = self.language.experts
         if self.balancer is not None:
             lines["balance of experts"] = self.balancer.describe()
+        parts = {name: part for name, part in self.parts().items() if isinstance(part, Part)}
+        lines |= {f"{name} in fp8": part.fp8 for name, part in parts.items() if part.fp8}
         return lines
 
     def forward(self, batch: Batch) -> tuple[Tensor, ...]:
@@ -73,7 +75,7 @@ class NextTokenModel(Model):
         return loss_sum + balancer.loss_sum(choices, batch), *rest
 
     def _outputs(self, hidden_BTD: Tensor, batch: Batch) -> tuple[Tensor, ...]:
-        hidden_KD = hidden_BTD.flatten(0, 1)[batch.target_index]
+        hidden_KD = hidden_BTD.flatten(0, 1).index_select(0, batch.target_index)  # its gradient needs no sorting
         labels_K = batch.labels.flatten()[batch.target_index + 1]
         found = self.language.losses(hidden_KD, labels_K, batch.target_weights)
         return found.total, found.right.sum().float(), sum_by_dataset(found.each, batch)
@@ -114,6 +116,10 @@ class NextTokenModel(Model):
             names = frozenset(name for name, _ in self.named_parameters() if ".experts." in name)
             loaded.append(Loaded(names, ("model.moe: experts are copies of the dense layers, routers are new.",)))
         return loaded
+
+    def made_parts(self) -> list[str]:
+        """The language model, where it was made sparse: its routers are new."""
+        return ["language"] if self._moe is not None and self._moe.num_experts is not None else []
 
     def _refuse_experts(self) -> None:
         if find_routers(self.language):

@@ -25,9 +25,11 @@ class Part(nn.Module):
     Attributes:
         sourced: its submodules whose weights came from a source of the part's own (a hub id, folder or file), so that a
             weights folder of the whole model may leave them out.
+        fp8: which of its matrix products are in 8 bits, in a line; None where none are.
     """
 
     sourced: tuple[str, ...] = ()
+    fp8: str | None = None
 
     def train_frozen(self) -> None:
         """Enter the mode of a part that is wholly frozen while others train: no dropout, no stochastic depth."""

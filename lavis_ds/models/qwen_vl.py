@@ -20,7 +20,9 @@ from lavis_ds.models import attention, hub
 from lavis_ds.models.base import Work, active_elements, is_frozen, matrix_elements
 from lavis_ds.models.configs import Qwen2_5VLConfig, Qwen3VLConfig, Qwen3VLMoEConfig, QwenVLConfig
 from lavis_ds.models.language.qwen_vl_decoder import DeepStack, QwenVLDecoder
+from lavis_ds.models.layers import repeated_layers
 from lavis_ds.models.next_token import NextTokenModel
+from lavis_ds.models.recomputation import recompute
 from lavis_ds.models.splice import splice
 from lavis_ds.models.vision.qwen_vl_tower import QwenVLTower
 
@@ -65,8 +67,7 @@ class QwenVL(NextTokenModel):
         self.language = QwenVLDecoder(whole, config.language, tokenizer, reading)
         if config.path is not None:
             self.vision.sourced, self.language.sourced = ("tower",), ("decoder", "lm_head")
-        if config.vision.gradient_checkpointing:
-            self.vision.tower.gradient_checkpointing_enable({"use_reentrant": False})
+        recompute(repeated_layers(self.vision.tower), config.vision, "model.vision")
         self.set_up_experts()
 
     @property
@@ -128,7 +129,7 @@ class QwenVL(NextTokenModel):
             tokens_QD, features = self.vision(batch.images, batch.image_grids)
         embeds_BTD = self.language.embed(batch.input_ids)
         spliced_BTD = splice(embeds_BTD, tokens_QD[None], batch.image_index, batch.sample_ids)
-        return spliced_BTD, DeepStack.at(batch.image_index, features, batch.shape)
+        return spliced_BTD, DeepStack.at(batch.image_index, features)
 
     def hidden_states(self, batch: Batch) -> Tensor:
         embeds_BTD, deepstack = self.embed_batch(batch)

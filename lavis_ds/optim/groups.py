@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -12,6 +12,7 @@ from lavis_ds.errors import ConfigError
 from lavis_ds.models.base import Model
 from lavis_ds.models.patterns import matching, parameters_of
 from lavis_ds.optim.layer_decay import depths
+from lavis_ds.optim.muon import hidden_matrices
 
 Parameters = dict[str, nn.Parameter]
 
@@ -20,10 +21,12 @@ def param_groups(model: nn.Module, run: RunConfig) -> list[dict[str, Any]]:
     """Groups for a PyTorch optimizer, of trainable parameters only, in an order that depends on the options alone.
 
     Keys: `params`; `name`; `lr`, the group's peak learning rate; `lr_scale`, that divided by `run.init_lr`, which the
-    schedule's value is multiplied with; `weight_decay`. Vectors (biases, norms) have no weight decay, whatever is set.
+    schedule's value is multiplied with; `weight_decay`; `uses_muon`, where it is so. Vectors (biases, norms) have no
+    weight decay, whatever is set.
 
     Raises:
-        ConfigError: a pattern of `run.param_groups` selects no trainable parameter, or nothing trains at all.
+        ConfigError: a pattern of `run.param_groups` selects no trainable parameter, nothing trains at all, or Muon
+            has nothing to do.
     """
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if not trainable:
@@ -45,7 +48,8 @@ def param_groups(model: nn.Module, run: RunConfig) -> list[dict[str, Any]]:
             continue
         for label, layer, factor in _layers(pattern, selected, chosen, options.layer_decay, where):
             groups += _split(label, layer, lr * factor, weight_decay, run)
-    return groups + _split("default", rest, run.init_lr, run.weight_decay, run)
+    groups += _split("default", rest, run.init_lr, run.weight_decay, run)
+    return _with_muon(groups, model, own) if run.optimizer.name == "muon" else groups
 
 
 def _layers(
@@ -69,6 +73,31 @@ def _split(name: str, parameters: Parameters, lr: float, weight_decay: float, ru
         for label, params, decay in ((name, matrices, weight_decay), (f"{name}/no_decay", vectors, 0.0))
         if params
     ]
+
+
+def _with_muon(groups: list[dict[str, Any]], model: nn.Module, own: Collection[str]) -> list[dict[str, Any]]:
+    """The groups, with the hidden layers' matrices in groups of their own; the model's `own` groups stay as they are.
+
+    Raises:
+        ConfigError: there are no such matrices.
+    """
+    names = hidden_matrices(model)
+    hidden = {id(p) for name, p in model.named_parameters() if name in names}
+    halves = []
+    for group in groups:
+        by_muon = hidden if group["name"] not in own else set[int]()
+        chosen = [p for p in group["params"] if id(p) in by_muon]
+        rest = [p for p in group["params"] if id(p) not in by_muon]
+        halves += [{**group, "params": rest}] if rest else []
+        halves += [{**group, "params": chosen, "name": f"{group['name']}/muon", "uses_muon": True}] if chosen else []
+    if not any(group.get("uses_muon") for group in halves):
+        raise ConfigError(
+            "no matrix of a hidden layer trains, so Muon would update nothing.",
+            where="run.optimizer.name",
+            given="muon",
+            hint="Use adamw.",
+        )
+    return halves
 
 
 class PartRow(NamedTuple):

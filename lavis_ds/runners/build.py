@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import ConcatDataset, Subset
 
-from lavis_ds import distributed, registry
+from lavis_ds import distributed, registry, shares
 from lavis_ds.config.schema import RootConfig, RunConfig
 from lavis_ds.data.collate import Collator
 from lavis_ds.data.conversation import Conversation
@@ -18,8 +19,9 @@ from lavis_ds.data.plan import StepPlan
 from lavis_ds.data.processors.base import ImageProcessor, TextContext, TextProcessor
 from lavis_ds.data.stream import StreamLoader, StreamPlan
 from lavis_ds.engines.base import Engine
-from lavis_ds.engines.ds_config import BatchPlan
+from lavis_ds.engines.ds_config import BatchPlan, zero_stage
 from lavis_ds.errors import ConfigError
+from lavis_ds.models import layers
 from lavis_ds.models.base import Model
 from lavis_ds.optim.schedules import Schedule, ScheduleShape
 from lavis_ds.tasks.base import EvalContext, Task
@@ -28,12 +30,46 @@ Datasets = dict[str, Sequence[Conversation]]
 """Entry name -> its samples; a training split may also be a single `ConversationStream`."""
 
 
-def build_model(config: RootConfig) -> Model:
-    """The model, on the CPU in float32, frozen and loaded as the options say; the same on every rank."""
+def build_model(config: RootConfig, *, in_shares: bool = False) -> Model:
+    """The model, on the CPU in float32, frozen and loaded as the options say; the same on every rank.
+
+    Args:
+        config: the run.
+        in_shares: no rank holds the whole model (`lavis_ds.shares`); the weights are the same. For ZeRO-3 alone.
+    """
     torch.manual_seed(config.run.seed)
-    built: Model = registry.get_model_class(config.model.arch).from_config(config.model)
+    with shares.building() if in_shares else contextlib.nullcontext():
+        built: Model = registry.get_model_class(config.model.arch).from_config(config.model)
     torch.manual_seed(config.run.seed + 1 + distributed.global_rank())  # dropout differs between ranks, weights don't
     return built
+
+
+def trains_in_shares(config: RootConfig) -> bool:
+    """Whether the model of a training run is built in shares: with ZeRO-3 on several ranks.
+
+    Weights in 4 bits are the exception: they are quantised when a rank's device gets them whole.
+    """
+    ranks = distributed.world_size()
+    quantised = any(getattr(options, "quantize", None) for _, options in config.model)
+    return ranks > 1 and not quantised and zero_stage(config.run, ranks) == 3
+
+
+def compile_layers(config: RootConfig, model: Model) -> str:
+    """Compile the model's layers if `run.compile` says so; what the run's start says of it.
+
+    Raises:
+        ConfigError: they are to be compiled, and can't be.
+    """
+    option = config.run.compile
+    reason = "run.compile is false" if option is False else layers.would_not_pay(model)
+    if reason is None or option is True:
+        count = layers.compile_layers(model)
+        reason = None if count else "the model has none that can be compiled"
+    if reason is None:
+        return f"compiled ({count})"
+    if option is True:
+        raise ConfigError(f"layers can't be compiled: {reason}.", where="run.compile", hint="Leave it out.")
+    return f"not compiled: {reason}"
 
 
 def build_engine(config: RootConfig, model: Model, groups: list[dict[str, Any]], plan: BatchPlan) -> Engine:

@@ -13,7 +13,8 @@ from lavis_ds.config.load import LoadedConfig, load
 from lavis_ds.config.schema import RootConfig
 from lavis_ds.errors import ConfigError
 from lavis_ds.host_memory import keep_freed_memory
-from lavis_ds.runners import checkpoint_files, job, launcher_env, preflight, process
+from lavis_ds.runners import checkpoint_files, job, launcher_env, output, preflight, process
+from lavis_ds.runners.state import TrainState
 
 
 def train(cfg: str, options: Sequence[str], *, job_id: str | None, resume: str | None) -> int:
@@ -55,6 +56,8 @@ def evaluate(checkpoint: str, cfg: str | None, options: Sequence[str], *, split:
     folder, passed_over = job.checkpoint(Path(checkpoint))
     loaded = load(cfg or folder / "config.yaml", options)
     config = _for_evaluation(loaded, folder, split)
+    if os.environ.get("RANK", "0") == "0":  # which writes the results
+        _require_results(config, folder)
     splits = preflight.read(config, _splits_read(config))
 
     distributed = _join(config)
@@ -104,6 +107,17 @@ def _for_evaluation(loaded: LoadedConfig, folder: Path, split: str | None) -> Ro
             "model": config.model.model_copy(update={"pretrained": str(folder), "finetuned": None}),
         }
     )
+
+
+def _require_results(config: RootConfig, checkpoint: Path) -> None:
+    """Raises:
+    ConfigError: the scores of a split could not be written.
+    """
+    step = TrainState.step_of(checkpoint / "train_state.json")
+    for split in config.run.test_splits:
+        scores = job.result_file(checkpoint.parent.parent / "eval", split, step)
+        for path in (scores, scores.with_suffix(".jsonl")):
+            output.require_file(path, "the run folder of --checkpoint")
 
 
 def _splits_read(config: RootConfig) -> list[str]:

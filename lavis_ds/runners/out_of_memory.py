@@ -111,7 +111,7 @@ def advice(config: RootConfig, plan: ds_config.BatchPlan | None, kind: Kind, pla
         assert plan is not None
         activations = [] if building else [*_recomputation(config), *_smaller_batch(plan)]
         ranks = plan.global_batch_size // (plan.micro_batch_size * plan.accumulation)
-        shards = [*_next_stage(config, ranks), *_offload(config, ranks)]
+        shards = [*_next_stage(config, ranks), *_smaller_states(config), *_offload(config, ranks)]
         found = [*activations, *_half_precision(config), *shards, *_smaller_model(config)]
         found += [] if building else _shorter_rows(config)
     return found
@@ -126,9 +126,9 @@ def _for_evaluation(config: RootConfig, kind: Kind) -> list[str]:
 def _recomputation(config: RootConfig) -> list[str]:
     """A frozen vision part keeps no activations; language does even where it is frozen, for what is below it."""
     off = [
-        f"model.{part}.gradient_checkpointing=true"
+        f"model.{part}.gradient_checkpointing=full"
         for part in ("language", "vision")
-        if getattr(_part(config, part), "gradient_checkpointing", None) is False
+        if getattr(_part(config, part), "gradient_checkpointing", None) == "none"
         and not (part == "vision" and part in config.model.freeze)
     ]
     return [f"{' '.join(off)} (recomputes activations: same result, about a third slower)"] if off else []
@@ -158,7 +158,18 @@ def _next_stage(config: RootConfig, ranks: int) -> list[str]:
     return [f"run.deepspeed_config.zero_optimization.stage={stage + 1} (splits {split[stage]} over the ranks too)"]
 
 
+def _smaller_states(config: RootConfig) -> list[str]:
+    """Not for adapters, whose states are small, nor where DeepSpeed's own optimizer has them on the host."""
+    options, part = config.run.optimizer, _part(config, "language")
+    is_plain = options.name == "adamw" and not options.stochastic_rounding
+    if not is_plain or getattr(part, "lora", None) is not None or _offloads(_zero(config), "offload_optimizer"):
+        return []
+    return ["run.optimizer.name=adamw_8bit (moments in 8 bits; needs bitsandbytes)"]
+
+
 def _offload(config: RootConfig, ranks: int) -> list[str]:
+    if config.run.optimizer.name != "adamw" or config.run.optimizer.stochastic_rounding:
+        return ["run.optimizer={name: adamw}, which can go to host memory: run.deepspeed_config=zero2_offload"]
     if config.run.engine == "torch":
         return ["run.engine=deepspeed run.deepspeed_config=zero2_offload (optimizer states in host memory)"]
     zero = _zero(config)

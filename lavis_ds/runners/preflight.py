@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,11 +12,11 @@ from typing import Any
 from pydantic import BaseModel
 
 from lavis_ds import registry
-from lavis_ds.config.schema import RootConfig
+from lavis_ds.config.schema import RootConfig, RunConfig
 from lavis_ds.data import mixture
 from lavis_ds.data.builders.base import ConversationStream
 from lavis_ds.data.conversation import Conversation
-from lavis_ds.engines import ds_config
+from lavis_ds.engines import ds_config, nvme
 from lavis_ds.errors import ConfigError, did_you_mean
 from lavis_ds.runners import observers
 
@@ -49,7 +50,9 @@ def check(config: RootConfig, *, world_size: int) -> Preflight:
     observers.check(run.observers)
     plan = ds_config.batch_plan(run, world_size)
     if run.engine == "deepspeed":
-        ds_config.derive(run, plan, data_parallel_size=world_size)
+        nvme.check(ds_config.derive(run, plan, data_parallel_size=world_size))
+    _check_packages(run)
+    _check_fp8(config, world_size)
     notices: list[str] = []
     splits = read(config, [*run.train_splits, *run.valid_splits, *run.test_splits], notices)
     _check_streams(config, splits)
@@ -97,6 +100,34 @@ def read_split(
     if notices is not None:
         notices += [line for builder in having.values() for line in builder.notices]
     return built
+
+
+def _check_fp8(config: RootConfig, world_size: int) -> None:
+    """Raises:
+    ConfigError: a part has products in 8 bits with ZeRO-3, under which torchao keeps all layers' gathered weights.
+    """
+    keys = [f"model.{name}.fp8" for name, part in config.model if getattr(part, "fp8", "none") != "none"]
+    if keys and ds_config.zero_stage(config.run, world_size) == 3:
+        raise ConfigError(
+            "products in 8 bits would keep every gathered weight until the backward pass, and ZeRO-3 save nothing.",
+            where=keys[0],
+            given="ZeRO-3",
+            expected="stages 0 to 2",
+            hint="Set it to none, or run.deepspeed_config.zero_optimization.stage to 2.",
+        )
+
+
+def _check_packages(run: RunConfig) -> None:
+    """Raises:
+    ConfigError: the optimizer needs a package that is not installed.
+    """
+    if run.optimizer.name == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            "8-bit AdamW needs bitsandbytes, which is not installed.",
+            where="run.optimizer.name",
+            given="adamw_8bit",
+            hint="pip install 'lavis_ds[qlora]'",
+        )
 
 
 def _check_rows(config: RootConfig, splits: Mapping[str, Mapping[str, Any]]) -> None:

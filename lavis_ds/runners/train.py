@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ from lavis_ds import distributed
 from lavis_ds.batch import Batch
 from lavis_ds.config.load import to_yaml
 from lavis_ds.config.schema import Interval, RootConfig
-from lavis_ds.errors import ConfigError, NonFiniteError
+from lavis_ds.errors import ConfigError
 from lavis_ds.optim.groups import PartRow, param_groups, parameter_table
 from lavis_ds.runners import build, checkpoint, checkpoint_files, environment, observers, out_of_memory, step_plan
 from lavis_ds.runners.checkpoint_files import Keep
@@ -21,7 +20,9 @@ from lavis_ds.runners.configs import TrainRunnerConfig
 from lavis_ds.runners.evaluate import evaluate
 from lavis_ds.runners.gradient_check import GradientCheck
 from lavis_ds.runners.job import Job, writing
-from lavis_ds.runners.meter import GroupCounts, StepTimer, peak_memory_bytes, reduce_outputs, suspects
+from lavis_ds.runners.left_out import FrozenWeights
+from lavis_ds.runners.meter import GroupCounts, StepTimer, peak_memory_bytes, reduce_outputs
+from lavis_ds.runners.non_finite import NonFinite
 from lavis_ds.runners.observers.base import Observer, RunInfo
 from lavis_ds.runners.preflight import Preflight
 from lavis_ds.runners.progress import Progress
@@ -29,7 +30,6 @@ from lavis_ds.runners.quarantine import Quarantine
 from lavis_ds.runners.state import TrainState
 from lavis_ds.runners.stop import StopRequest
 from lavis_ds.runners.watchdog import Watchdog
-from lavis_ds.tasks.base import StepOutput
 
 EXIT_DONE, EXIT_STOPPED = 0, 75
 
@@ -50,9 +50,10 @@ class TrainRunner:
         self.plan = preflight.plan
         self.progress = Progress("starting")
         self.task = build.build_task(config)
-        self.model = build.build_model(config)
+        self.model = build.build_model(config, in_shares=build.trains_in_shares(config))
         self.text_context = build.text_context(self.model)
         self.work = self.model.work()
+        self.layers = build.compile_layers(config, self.model)
         groups = param_groups(self.model, self.run_config)
         self.parts = parameter_table(self.model, groups)
         self.engine = build.build_engine(config, self.model, groups, self.plan)
@@ -65,7 +66,15 @@ class TrainRunner:
             order=self.steps.describe(),
         )
         self.schedule, self.schedule_shape = build.schedule(self.run_config, self.total_steps)
-        resumed = checkpoint.load(job.resume_from, self.engine, self.state) if job.resume_from else None
+        frozen = FrozenWeights(self.engine, self.model.origins)
+        if self.run_config.save_trainable_only:
+            frozen.look()
+        resumed = checkpoint.load(job.resume_from, self.engine, self.state, frozen) if job.resume_from else None
+        left_out = (
+            frozen.left_out(look_again=resumed is not None and resumed.is_whole)
+            if self.run_config.save_trainable_only
+            else {}
+        )
         self.data_state = resumed.data_state if resumed else {}  # what batches need to go on, besides the step
         self.notices = [*job.notices, *(resumed.notices if resumed else self.model.notices)]
         self.observers: list[Observer] = (
@@ -75,9 +84,11 @@ class TrainRunner:
             job.folder, self.state.step, sum(self.train_data.sizes), config.data.max_bad_fraction
         )
         in_background = self.run_config.save_in_background
-        size = _checkpoint_bytes(self.parts, self.run_config.precision)
-        self.writer = CheckpointWriter(job.checkpoints, self.engine, in_background=in_background, size_bytes=size)
-        self.skipped_in_a_row = 0
+        size = _checkpoint_bytes(self.parts, self.run_config.precision) - frozen.num_bytes(left_out)
+        self.writer = CheckpointWriter(
+            job.checkpoints, self.engine, in_background=in_background, size_bytes=size, left_out=left_out
+        )
+        self.non_finite = NonFinite(self.run_config, job, self.engine, self.state, self._say, self._join_save)
         self.saved_step, self.saved_s = self.state.step if job.resume_from is not None else -1, time.monotonic()
 
     def _build_data(self) -> None:
@@ -138,17 +149,12 @@ class TrainRunner:
                 self.progress.update_weights()
                 loss_sum, metrics = reduce_outputs(outputs)
                 loss = loss_sum / counts.divisor
-                if run.on_non_finite == "stop":
-                    self._require_finite(loss, "loss", group, outputs)
+                self.non_finite.before_update(loss, group, outputs)
                 lr = self.schedule(state.step, self.schedule_shape)
                 settings = self.model.before_step(state.step + 1)
                 metrics.update(settings.metrics)
                 result = engine.step(lr, settings.lr_factors)
-                if result.applied:
-                    self._require_finite(loss, "loss", group, outputs, outcome="its gradient is finite and was applied")
-                    self.skipped_in_a_row = 0
-                else:
-                    self._skipped(result.grad_norm, group, outputs)
+                metrics.update(self.non_finite.after_update(loss, result, group, outputs))
                 consumed = counts.samples + counts.unusable
                 state.advance(samples=consumed, tokens=counts.tokens, targets=counts.targets)
                 self.data_state = groups.state()
@@ -165,46 +171,12 @@ class TrainRunner:
                     break
                 timer.restart()
                 self.progress.await_data(state.step + 1)
-        self._save()
-        if self.writer.is_pending:
-            self._finish_save()
+        if run.save_last or state.step < self.total_steps:
+            self._save()
+        self._join_save()
         return state.step < self.total_steps
 
     # --- what a step calls -----------------------------------------------------------------------------------------
-
-    def _require_finite(
-        self,
-        value: float,
-        what: str,
-        group: Sequence[Batch],
-        outputs: Sequence[StepOutput],
-        outcome: str = "the weights were not changed by this step",
-    ) -> None:
-        """`value` is equal on all ranks, so all ranks raise together, as a rule before the weights are touched."""
-        if math.isfinite(value):
-            return
-        ranks, ids = suspects(group, outputs)
-        raise NonFiniteError(
-            f"the {what} is {value}; {outcome}.",
-            where=f"step {self.state.step + 1}, rank {', '.join(map(str, ranks))}",
-            given=f"samples {', '.join(ids)}",
-            hint=f"Look at these samples, lower run.init_lr, or resume from {self.job.checkpoints} with --resume auto.",
-        ).of_all_ranks()
-
-    def _skipped(self, grad_norm: float, group: Sequence[Batch], outputs: Sequence[StepOutput]) -> None:
-        """The weights were left alone, since a gradient was not finite; all ranks know it.
-
-        fp16 lowers its loss scale and goes on. In the other formats that is an error, unless the user wants to go on.
-        """
-        run = self.run_config
-        self.state.steps_skipped += 1
-        if run.precision == "fp16":
-            return
-        self.skipped_in_a_row += 1
-        if run.on_non_finite == "stop" or self.skipped_in_a_row > run.max_skipped_steps:
-            self._require_finite(grad_norm, "gradient norm", group, outputs)
-        _, ids = suspects(group, outputs)
-        self._say([f"Step {self.state.step + 1} was skipped: its gradient is not finite. Samples {', '.join(ids)}."])
 
     def _report_step(
         self,
@@ -237,13 +209,16 @@ class TrainRunner:
         if self.saved_step == self.state.step:
             return
         self.progress.aside("saving a checkpoint", self.state.step)
-        if self.writer.is_pending:
-            self._finish_save()
+        self._join_save()
         run, state = self.run_config, self.state
         keep = Keep(run.keep_last, run.keep_every, state.best_step)
         self.writer.begin(state, to_yaml(self.config), keep, self.data_state)
         self.saved_step, self.saved_s = state.step, time.monotonic()
         if not run.save_in_background:
+            self._finish_save()
+
+    def _join_save(self) -> None:
+        if self.writer.is_pending:
             self._finish_save()
 
     def _finish_save(self) -> None:
@@ -321,6 +296,7 @@ class TrainRunner:
             "parameters": f"{total:,} of which {trainable:,} train",
             **{f"  {row.part}": row.text() for row in self.parts},
             **self.model.describe(),
+            "layers": self.layers,
             "engine": ", ".join(f"{key} {value}" for key, value in layout.items()),
             "global batch": f"{plan.global_batch_size} = {factors}",
             "data": ", ".join(

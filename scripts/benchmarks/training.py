@@ -48,6 +48,7 @@ TINY_VISION = {
     "deepstack_visual_indexes": [0],
 }  # fmt: skip
 WAYS = {
+    "default": [],
     "torch": ["run.engine=torch"],
     "ZeRO-0": ["run.deepspeed_config=zero0"],
     "ZeRO-1": ["run.deepspeed_config=zero1"],
@@ -132,11 +133,16 @@ def measure(name: str, cfg: Path, timeout_s: float, logs: Path | None) -> dict[s
     if not lines:
         return {"way": name, "exit_code": code, "error": log[-500:]}
 
+    return {"way": name, **summary(lines), "exit_code": code}
+
+
+def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the lines of metrics.jsonl after the warm-up say."""
+
     def median(key: str) -> float:
         return float(statistics.median(line[key] for line in lines))
 
     return {
-        "way": name,
         "tokens_per_s": round(median("throughput/tokens_per_s")),
         "step_s": round(median("time/step_s"), 4),
         "data_s": round(median("time/data_s"), 4),
@@ -144,7 +150,6 @@ def measure(name: str, cfg: Path, timeout_s: float, logs: Path | None) -> dict[s
         "peak_gib": round(max(line["memory/peak_bytes"] for line in lines) / 2**30, 1),
         "loss": lines[-1]["train/loss"],
         "steps": len(lines),
-        "exit_code": code,
     }
 
 

@@ -61,7 +61,7 @@ def test_kernels_equal_the_reference(kernel: str, size: int, heads: int, key_hea
     exact = [tensor.detach().float().requires_grad_() for tensor in tensors]
     module = nn.Module()
     module.is_causal, module.num_key_value_groups = True, heads // key_heads  # type: ignore[assignment]
-    out = attention_function(kernel)(module, *tensors, None, **boundaries(ids_BT).options())[0][real_BT]
+    out = attention_function(kernel)(module, *tensors, None, **boundaries(ids_BT, ids_BT.device).options())[0][real_BT]
     expected = scaled_dot_product_attention(
         *exact, attn_mask=attention_mask(ids_BT), enable_gqa=heads != key_heads
     ).transpose(1, 2)[real_BT]

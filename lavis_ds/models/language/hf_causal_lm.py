@@ -7,18 +7,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lavis_ds import registry
 from lavis_ds.errors import ConfigError
 from lavis_ds.models import attention, hub
 from lavis_ds.models.configs import HFCausalLMConfig
 from lavis_ds.models.language.output_layer import OutputLayer
+from lavis_ds.models.language.tiled_mlp import tile_mlps
+from lavis_ds.models.layers import repeated_layers
 from lavis_ds.models.loss import TargetLosses
 from lavis_ds.models.moe.configs import MoEConfig
 from lavis_ds.models.moe.experts import choose_experts, own_coefficient
 from lavis_ds.models.moe.upcycle import upcycle
 from lavis_ds.models.parts import LanguageModel
+from lavis_ds.models.recomputation import recompute
 
 _WHERE = "model.language"
 
@@ -59,8 +61,8 @@ class HFCausalLM(LanguageModel):
         self.attention = str(self.kernel)
         self.balance_coefficient = own_coefficient(self.lm.config)
         OutputLayer.of(self.lm.get_output_embeddings(), int(self._config.loss_chunk_gib * 2**30))
-        if self._config.gradient_checkpointing:
-            self.lm.gradient_checkpointing_enable({"use_reentrant": False})
+        tile_mlps(repeated_layers(self.lm), self._config.mlp_tiles, _WHERE)
+        recompute(repeated_layers(self.lm), self._config, _WHERE)
 
     def upcycle(self, options: MoEConfig) -> None:
         """See `LanguageModel.upcycle`; `lm` is then of one of transformers' classes with experts."""
@@ -98,23 +100,14 @@ class HFCausalLM(LanguageModel):
             settings |= {"temperature": None, "top_p": None, "top_k": None}
         if self.lm.generation_config.eos_token_id is None:
             settings.setdefault("eos_token_id", self.tokenizer.eos_token_id)
-        ids_BT: Tensor = self.lm.generate(
-            inputs_embeds=embeds_BTDl, attention_mask=attention_mask_BT.long(), **settings
-        )
+        with torch.compiler.set_stance("force_eager"):  # layers compiled for training meet a cache that grows here
+            ids_BT: Tensor = self.lm.generate(
+                inputs_embeds=embeds_BTDl, attention_mask=attention_mask_BT.long(), **settings
+            )
         return ids_BT
 
     def output_layers(self) -> tuple[nn.Module, ...]:
         return (self.lm.get_output_embeddings(),)
-
-    def train_frozen(self) -> None:
-        """As every part, but activations are still recomputed: the gradient passes through on its way to other parts.
-
-        transformers recomputes only in layers in training mode, so these stay in it; their submodules do not.
-        """
-        super().train_frozen()
-        for module in self.modules():
-            if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing:
-                module.training = True
 
     def _build(self, config: HFCausalLMConfig) -> Any:
         try:

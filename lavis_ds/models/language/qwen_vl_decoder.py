@@ -1,6 +1,6 @@
 """Qwen-VL's language model: rotary positions along time, height and width, and picture features for its first layers.
 
-Shape suffixes: B rows, T tokens a row, Q picture tokens, Dl width.
+Shape suffixes: B rows, T tokens a row, F = B * T, Q picture tokens, K copies of a row, Dl width.
 """
 
 from __future__ import annotations
@@ -15,24 +15,27 @@ from lavis_ds.models.attention import Attention
 from lavis_ds.models.configs import QwenVLLanguageConfig
 from lavis_ds.models.language.hf_causal_lm import HFCausalLM
 from lavis_ds.models.language.output_layer import OutputLayer
+from lavis_ds.models.language.tiled_mlp import tile_mlps
+from lavis_ds.models.layers import repeated_layers
 from lavis_ds.models.moe.configs import MoEConfig
 from lavis_ds.models.moe.experts import own_coefficient
 from lavis_ds.models.parts import LanguageModel
+from lavis_ds.models.recomputation import recompute
 
 
 class DeepStack(NamedTuple):
     """What is added to hidden states behind the decoder's first layers (https://arxiv.org/abs/2406.04334).
 
     Attributes:
-        mask: where, (B, T) bool; True at Q positions.
-        features: for each of the layers (Q, Dl), in the order of the flat positions.
+        places: where: Q flat positions of (B * T).
+        features: for each of the layers (Q, Dl).
     """
 
-    mask: Tensor
+    places: Tensor
     features: tuple[Tensor, ...]
 
     @classmethod
-    def at(cls, image_index_M: Tensor, features: tuple[Tensor, ...], shape: tuple[int, int]) -> DeepStack | None:
+    def at(cls, image_index_M: Tensor, features: tuple[Tensor, ...]) -> DeepStack | None:
         """Features of picture tokens at their places; None where the tower gives none.
 
         With M = 0 (the blank picture of a batch without pictures) they enter with weight zero at the first position, so
@@ -40,25 +43,30 @@ class DeepStack(NamedTuple):
         """
         if not features:
             return None
-        mask_F = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=image_index_M.device)
         if image_index_M.numel() == 0:
-            mask_F[0] = True
-            return cls(mask_F.view(shape), tuple((feature * 0).sum(0, keepdim=True) for feature in features))
-        order_M = image_index_M.argsort()
-        mask_F[image_index_M] = True
-        return cls(mask_F.view(shape), tuple(feature[order_M] for feature in features))
+            return cls(image_index_M.new_zeros(1), tuple((feature * 0).sum(0, keepdim=True) for feature in features))
+        return cls(image_index_M, features)
 
-    def repeated(self, times: int) -> DeepStack:
-        """For rows of which each stands `times` times in a row, as beam search makes them."""
-        numbers_BT = torch.zeros_like(self.mask, dtype=torch.long)
-        numbers_BT[self.mask] = torch.arange(len(self.features[0]), device=numbers_BT.device)
-        mask_BT = self.mask.repeat_interleave(times, 0)
-        numbers_Q = numbers_BT.repeat_interleave(times, 0)[mask_BT]
-        return DeepStack(mask_BT, tuple(feature[numbers_Q] for feature in self.features))
+    def repeated(self, times: int, length: int) -> DeepStack:
+        """For rows of `length` tokens of which each stands `times` times in a row, as beam search makes them."""
+        row_Q, place_Q = self.places // length, self.places % length
+        copies_K = torch.arange(times, device=self.places.device)
+        index_KQ = (row_Q * times + copies_K[:, None]) * length + place_Q
+        return DeepStack(index_KQ.flatten(), tuple(feature.repeat(times, 1) for feature in self.features))
 
     def options(self) -> dict[str, Any]:
-        """As the decoder of transformers takes it."""
-        return {"visual_pos_masks": self.mask, "deepstack_visual_embeds": list(self.features)}
+        """As the decoder of transformers takes it; see `_add_features`."""
+        return {"visual_pos_masks": self.places, "deepstack_visual_embeds": list(self.features)}
+
+
+def _add_features(hidden_BTDl: Tensor, places: Tensor, features_QDl: Tensor) -> Tensor:
+    """In place of the decoder's own way, which takes a mask and waits for the device to count it, in every layer.
+
+    A mask, as transformers itself brings one, is taken too.
+    """
+    places_Q = places.flatten().nonzero()[:, 0] if places.dtype == torch.bool else places
+    flat_FDl = hidden_BTDl.flatten(0, 1).index_add(0, places_Q, features_QDl.to(hidden_BTDl.dtype))
+    return flat_FDl.view_as(hidden_BTDl)
 
 
 class QwenVLDecoder(HFCausalLM):
@@ -75,6 +83,8 @@ class QwenVLDecoder(HFCausalLM):
         LanguageModel.__init__(self)  # not HFCausalLM's, which builds a model of its own
         object.__setattr__(self, "lm", whole)  # `generate` needs all of it; its modules are registered once, here:
         self.decoder: Any = whole.model.language_model
+        if hasattr(self.decoder, "_deepstack_process"):
+            self.decoder._deepstack_process = _add_features
         self.lm_head: Any = whole.lm_head
         text = self.decoder.config
         self.tokenizer = tokenizer
@@ -86,8 +96,8 @@ class QwenVLDecoder(HFCausalLM):
         self._config: Any = config
         self.balance_coefficient = own_coefficient(text)
         OutputLayer.of(self.lm_head, int(config.loss_chunk_gib * 2**30))
-        if config.gradient_checkpointing:
-            self.decoder.gradient_checkpointing_enable({"use_reentrant": False})
+        tile_mlps(repeated_layers(self.decoder), config.mlp_tiles, "model.language")
+        recompute(repeated_layers(self.decoder), config, "model.language")
 
     def upcycle(self, options: MoEConfig) -> None:
         """Raises:
@@ -143,7 +153,7 @@ class QwenVLDecoder(HFCausalLM):
         def complete(_: Any, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             times = len(given["inputs_embeds"]) // len(embeds_BTDl)
             if given["past_key_values"].get_seq_length() == 0:  # the prompts; later calls bring the new tokens alone
-                stack = deepstack.repeated(times) if deepstack and times > 1 else deepstack
+                stack = deepstack.repeated(times, embeds_BTDl.shape[1]) if deepstack and times > 1 else deepstack
                 return args, {**given, **(stack.options() if stack else {})}
             return args, {**given, "position_ids": given["position_ids"] + lag_3B1.repeat_interleave(times, 1)}
 

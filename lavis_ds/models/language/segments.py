@@ -67,10 +67,10 @@ class Boundaries:
         return {**names, "max_length_q": self.max_q, "max_length_k": self.max_k, "key_index": self.key_index}
 
 
-def boundaries(segment_ids_BT: Tensor) -> Boundaries:
+def boundaries(segment_ids_BT: Tensor, device: torch.device) -> Boundaries:
     """What `attention_mask` says, without a mask. Padding attends to nearby padding only; nobody looks there.
 
-    Waits for the device once, to read the ids.
+    Ids on the host are read without waiting for the device.
     """
     length = segment_ids_BT.shape[1]
     num_q: list[int] = []
@@ -82,7 +82,7 @@ def boundaries(segment_ids_BT: Tensor) -> Boundaries:
             num_k.append(end - start + sum(b - a for a, b in seen))
             keys += [(a + number * length, b + number * length) for a, b in [*seen, (start, end)]]
     index = None if num_q == num_k else torch.from_numpy(np.concatenate([np.arange(a, b) for a, b in keys]))
-    return _on(segment_ids_BT.device, num_q, num_k, index)
+    return _on(device, num_q, num_k, index)
 
 
 def rows_as_boundaries(shape: tuple[int, int], device: torch.device) -> Boundaries:

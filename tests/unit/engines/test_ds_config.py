@@ -13,7 +13,7 @@ import pytest
 from lavis_ds.config.decode import decode
 from lavis_ds.config.load import configs_dir
 from lavis_ds.config.schema import RunConfig
-from lavis_ds.engines.ds_config import BatchPlan, batch_plan, derive, lint, load, log_level
+from lavis_ds.engines.ds_config import BatchPlan, batch_plan, derive, lint, load, log_level, zero_stage
 from lavis_ds.engines.ds_lint import checked
 from lavis_ds.engines.ds_schema import installed_schema
 from lavis_ds.errors import ConfigError
@@ -105,11 +105,13 @@ GOOD = [
     ("zero_force_ds_cpu_optimizer", False), ("gradient_allreduce_op", "mean"),
     ("zero_optimization.stage", 0), ("zero_optimization.stage", 3.0), ("zero_optimization.reduce_bucket_size", 2e8),
     ("zero_optimization.overlap_comm", True), ("zero_optimization.sub_group_size", 1e9),
-    ("zero_optimization.stage3_prefetch_bucket_size", 5e7), ("zero_optimization.zero_hpz_partition_size", 8),
+    ("zero_optimization.stage3_prefetch_bucket_size", 5e7),
+    ("zero_optimization", {"stage": 3, "zero_hpz_partition_size": 8}),
     ("zero_optimization.stage3_gather_16bit_weights_on_model_save", True),
     ("zero_optimization.offload_optimizer.device", "cpu"), ("zero_optimization.offload_optimizer", None),
     ("zero_optimization.offload_optimizer.pin_memory", True), ("zero_optimization.leaf_module.names", ["mlp"]),
-    ("zero_optimization.zenflow.select_strategy", "auto"), ("bf16.enabled", True), ("bf16.check_grad_overflow", False),
+    ("zero_optimization.offload_optimizer.buffer_count", 4), ("bf16.enabled", True),
+    ("bf16.check_grad_overflow", False),
     ("fp16.initial_scale_power", 16), ("fp16.loss_scale", 0), ("fp16.min_loss_scale", 1),
     ("torch_autocast.enabled", False), ("tensorboard.enabled", True), ("wandb.project", "x"),
     ("csv_monitor.output_path", "logs"), ("comet.workspace", None), ("flops_profiler.detailed", False),
@@ -169,11 +171,11 @@ BAD = [
     ("zero_optimization.cpu_offload", True, "offload_optimizer: {device: cpu}"),
     ("scheduler", {"type": "WarmupLR"}, "run.lr_sched"),
     ("optimizer.type", "OneBitAdam", "1-bit optimizers are gone"),
-    ("optimizer.type", "Lamb", "run.optimizer builds AdamW"),
+    ("optimizer.type", "Lamb", "run.optimizer.name takes adamw, adamw_8bit or muon"),
     ("optimizer.params.torch_adam", True, "has no effect"),
     ("gradient_allreduce_op", "sum", "the training loop needs 'mean'"),
     ("zero_optimization.offload_param.device", "cpu", "needs zero_optimization.stage 3"),
-    ("zero_optimization.offload_optimizer.device", "nvme", "load without their weights"),
+    ("zero_optimization.offload_optimizer.device", "nvme", "this folder must be given"),
 ]
 
 
@@ -430,3 +432,24 @@ def test_deepspeed_agrees_with_what_lint_accepts(path: str, value: Any) -> None:
     settings.pop("train_batch_size", None)
     config = DeepSpeedConfig({**batch, **settings})
     assert config.train_micro_batch_size_per_gpu == 4
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys", "stage"),
+    [
+        (2, {}, 2),
+        (1, {}, 0),
+        (1, {"precision": "fp16"}, 2),
+        (1, {"deepspeed_config": {"zero_optimization": {"overlap_comm": True}}}, 2),
+        (1, {"deepspeed_config": "zero3"}, 3),
+        (2, {"deepspeed_config": "zero0"}, 0),
+    ],
+)
+def test_the_stage_of_a_run_that_names_none(ranks: int, keys: dict[str, Any], stage: int) -> None:
+    """A single rank has nothing to share."""
+    assert derive_for(ranks, **keys)["zero_optimization"]["stage"] == stage
+    assert zero_stage(make_run(**keys), ranks) == stage
+
+
+def test_without_deepspeed_there_is_no_stage() -> None:
+    assert zero_stage(make_run(engine="torch", deepspeed_config="zero3"), 2) == 0

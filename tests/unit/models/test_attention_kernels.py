@@ -48,7 +48,7 @@ def as_mask(found: Boundaries, total: int) -> Tensor:
 @pytest.mark.parametrize("name", SEGMENTS)
 def test_boundaries_say_what_the_mask_says(name: str) -> None:
     ids_BT = segment_ids(name)
-    found, real_F = boundaries(ids_BT), ids_BT.flatten() != PADDING_SEGMENT
+    found, real_F = boundaries(ids_BT, ids_BT.device), ids_BT.flatten() != PADDING_SEGMENT
     mask = as_mask(found, ids_BT.numel())
     expected = torch.block_diag(*attention_mask(ids_BT)[:, 0]).bool()
     assert torch.equal(mask[real_F], expected[real_F])
@@ -88,7 +88,7 @@ def test_with_boundaries_equals_with_a_mask(name: str, size: int, num_heads: int
     module = layer(num_heads // num_key_heads)
     results = []
     for options in (
-        {"attention_mask": attention._NO_MASK, **boundaries(ids_BT).options()},
+        {"attention_mask": attention._NO_MASK, **boundaries(ids_BT, ids_BT.device).options()},
         {"attention_mask": attention_mask(ids_BT)},
     ):
         out_BTHD, weights = attend(module, *tensors, scaling=0.2, **options)
@@ -114,7 +114,7 @@ def test_values_may_be_narrower_than_keys() -> None:
     ids_BT = segment_ids("independent")
     q, k, v = heads(*ids_BT.shape, 24, 2, 2)
     v = v[..., :16]
-    out, _ = attention_function("varlen")(layer(1), q, k, v, None, **boundaries(ids_BT).options())
+    out, _ = attention_function("varlen")(layer(1), q, k, v, None, **boundaries(ids_BT, ids_BT.device).options())
     expected = scaled_dot_product_attention(q, k, v, attention_mask(ids_BT)).transpose(1, 2)
     real_BT = ids_BT != PADDING_SEGMENT
     torch.testing.assert_close(out[real_BT], expected[real_BT], atol=1e-5, rtol=1e-5)  # measured 3e-7

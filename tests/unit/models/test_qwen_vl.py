@@ -25,7 +25,7 @@ from lavis_ds import registry
 from lavis_ds.batch import IGNORE_INDEX, PADDING_SEGMENT, SEGMENT_STRIDE, Batch, DatasetCounts
 from lavis_ds.config.decode import decode
 from lavis_ds.errors import CheckpointError, ConfigError, DataError
-from lavis_ds.models.language.qwen_vl_decoder import DeepStack
+from lavis_ds.models.language.qwen_vl_decoder import DeepStack, _add_features
 from lavis_ds.models.qwen_vl import QwenVL
 from lavis_ds.models.skeleton import skeleton
 from tests.parity import Parity
@@ -365,13 +365,15 @@ def test_an_answer_right_after_a_picture_goes_on_after_its_largest_position(pair
 
 def test_features_stand_at_their_tokens_whatever_the_order_of_the_index() -> None:
     features = (torch.arange(3.0)[:, None] + 1,)
-    stack = DeepStack.at(torch.tensor([6, 1, 2]), features, (2, 4))
+    stack = DeepStack.at(torch.tensor([6, 1, 2]), features)
     assert stack is not None
-    assert stack.mask.tolist() == [[False, True, True, False], [False, False, True, False]]
-    assert stack.features[0].flatten().tolist() == [2, 3, 1]
-    twice = stack.repeated(2)
-    assert twice.mask.sum(1).tolist() == [2, 2, 1, 1]
-    assert twice.features[0].flatten().tolist() == [2, 3, 2, 3, 1, 1]
+
+    def added(stack: DeepStack, rows: int) -> list[list[float]]:
+        hidden = torch.zeros(rows, 4, 1)
+        return _add_features(hidden, stack.places, stack.features[0])[..., 0].tolist()
+
+    assert added(stack, 2) == [[0, 2, 3, 0], [0, 0, 1, 0]]
+    assert added(stack.repeated(2, 4), 4) == [[0, 2, 3, 0], [0, 2, 3, 0], [0, 0, 1, 0], [0, 0, 1, 0]]
 
 
 @pytest.mark.parametrize(

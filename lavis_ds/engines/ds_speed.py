@@ -1,0 +1,73 @@
+"""What makes DeepSpeed faster and changes nothing that it computes; its costs are in docs/design/deepspeed-notes.md.
+
+DeepSpeed's own functions are handed in, so that one file alone imports it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lavis_ds.models.layers import gathers_itself, repeated_layers
+
+
+def gather_by_layer(module: nn.Module, zero: dict[str, Any], set_leaves: Callable[..., Any]) -> None:
+    """Let ZeRO-3 gather a layer's weights at once, and leave what is inside to itself.
+
+    Hooks on each submodule take the host longer than a fast GPU takes for the layer, and none can be compiled.
+
+    Args:
+        module: the model, before it is sharded.
+        zero: the block `zero_optimization`, which gets a default.
+        set_leaves: `deepspeed.utils.set_z3_leaf_modules`.
+    """
+    layers = list(repeated_layers(module))
+    kinds = {type(layer) for layer in layers} - {type(layer) for layer in layers if gathers_itself(layer)}
+    if kinds:
+        set_leaves(module, list(kinds))
+    for layer in layers:
+        if any(parameter.requires_grad for parameter in layer.parameters()):
+            layer.register_forward_pre_hook(_ask_for_gradient)
+    zero.setdefault("memory_efficient_linear", False)  # for weights that go within a layer; it can't be compiled
+
+
+def _ask_for_gradient(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """Let the input of a layer whose weights are gathered at once have a gradient, though nothing before it trains.
+
+    Else DeepSpeed's hook on the layer runs when the backward pass comes to it, and not when it has left it, and finds
+    no gradients: adapters in a first layer, behind frozen embeddings.
+    """
+    first, *others = inputs
+    if not torch.is_grad_enabled() or any(isinstance(value, Tensor) and value.requires_grad for value in inputs):
+        return None
+    return first.detach().requires_grad_(), *others  # hidden states, in all layers of transformers and timm
+
+
+def look_at_gradients_together(optimizer: Any) -> None:
+    """Take a look at every gradient in ZeRO-1 and 2 in a few kernels: by itself DeepSpeed looks at one after the other.
+
+    With some hundred parameters that is a thousand launches a step, twice: for what is not finite, then for the norm,
+    which alone tells as much (-1 where a gradient is not finite, upon which the step is left out).
+
+    Args:
+        optimizer: DeepSpeed's. Those of other stages stay as they are; and with offload, norms are taken as gradients
+            arrive on the host.
+    """
+    if not hasattr(optimizer, "single_partition_of_fp32_groups") or optimizer.cpu_offload:
+        return
+
+    def norm(gradients: Iterable[Tensor], _: Any, norm_type: float = 2.0) -> Tensor:
+        found = [g for g in gradients if g is not None and not getattr(g, "_zero_padding", False)]
+        total = torch.zeros((), device=optimizer.device)
+        if found:
+            total += torch.stack(torch._foreach_norm(found, norm_type, dtype=torch.float32)).pow(norm_type).sum()
+        dist.all_reduce(total, group=optimizer.dp_process_group)
+        total = total.pow(1 / norm_type)
+        return torch.where(total.isfinite(), total, -1.0)
+
+    optimizer.get_grad_norm_direct = norm
+    optimizer.check_overflow = lambda partition_gradients=True: None
