@@ -114,6 +114,7 @@ class Batch:
         num_targets: number of target tokens.
         target_weight: sum of their weights; what the loss is divided by, summed over the global batch.
         num_tokens: number of real tokens.
+        num_pairs: of real tokens of a sample of which the later sees the earlier.
         sample_ids: ids of the samples, in the order of rows; empty rows come last and have none.
         positions: the samples' places in the stream.
         num_dropped_turns: turns left out because samples were too long.
@@ -140,6 +141,7 @@ class Batch:
     segment_ids: Tensor | None = None
     target_weights: Tensor | None = None
     target_dataset: Tensor | None = None
+    num_pairs: float = 0.0
     num_dropped_turns: int = 0
     unusable: tuple[Unusable, ...] = ()
     stream_state: dict[str, Any] | None = None

@@ -91,6 +91,7 @@ class Collator:
             num_targets=num_targets,
             target_weight=float(num_targets) if weights is None else float(weights[:num_targets].sum()),
             num_tokens=int(lengths[: len(filled)].sum()),
+            num_pairs=sum(sample.input_ids.numel() ** 2 for sample in samples) / 2,
             sample_ids=tuple(sample.id for sample in samples),
             positions=tuple(sample.position for sample in samples),
             num_dropped_turns=sum(sample.num_dropped_turns for sample in samples),

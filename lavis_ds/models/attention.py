@@ -198,7 +198,7 @@ def _unfit(model: Any, kernel: str) -> str:
         return ""
     if getattr(config, "attn_logit_softcapping", None):
         return "the model caps attention scores"
-    return _size_reason(_head_size(config))
+    return _size_reason(head_size(config))
 
 
 def _size_reason(head_size: int) -> str:
@@ -211,7 +211,8 @@ def _kinds(config: Any) -> str:
     return f"the model has layers of {' and '.join(sorted(kinds))}" if kinds else ""
 
 
-def _head_size(config: Any) -> int:
+def head_size(config: Any) -> int:
+    """Width of a head's queries and keys, by a language model's configuration."""
     if nope := getattr(config, "qk_nope_head_dim", None):
         return int(nope + config.qk_rope_head_dim)
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)

@@ -23,6 +23,7 @@ from lavis_ds.models.patterns import parameters_of
 from lavis_ds.models.quantised import quantise
 from lavis_ds.models.skeleton import reads_weights
 from lavis_ds.models.weights import Loaded, holds_adapters, load_weights, start_notices
+from lavis_ds.models.work import Work
 
 
 @dataclass(frozen=True)
@@ -36,25 +37,6 @@ class StepSettings:
 
     metrics: Mapping[str, Any] = field(default_factory=dict)
     lr_factors: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Work:
-    """What training on a sample costs, in any unit: what packed rows are shared out among ranks by.
-
-    Attributes:
-        per_token: of each token.
-        per_pair: of each pair of tokens that attend.
-        per_view: of each view of a picture.
-    """
-
-    per_token: float = 1.0
-    per_pair: float = 0.0
-    per_view: float = 0.0
-
-    def of(self, tokens: int, views: int) -> float:
-        """Cost of one sample."""
-        return self.per_token * tokens + self.per_pair * tokens**2 / 2 + self.per_view * views
 
 
 class Model(nn.Module, ABC):
@@ -256,28 +238,6 @@ def is_frozen(module: nn.Module) -> bool:
     """Whether the module has parameters and none of them trains."""
     parameters = list(module.parameters())
     return bool(parameters) and not any(p.requires_grad for p in parameters)
-
-
-def active_elements(module: nn.Module) -> float:
-    """As `matrix_elements`, but of experts only those that a token is sent to."""
-    unvisited = 0.0
-    for block in module.modules():
-        router: Any = getattr(block, "gate", None)
-        if hasattr(block, "experts") and hasattr(router, "top_k"):
-            share = 1 - router.top_k / router.num_experts
-            unvisited += share * matrix_elements(block.experts)  # type: ignore[arg-type]
-    return matrix_elements(module) - unvisited
-
-
-def matrix_elements(module: nn.Module) -> int:
-    """Elements of the module's matrices, those of embeddings left out, which no product reads as a whole."""
-    return sum(
-        parameter.numel()
-        for child in module.modules()
-        if not isinstance(child, nn.Embedding)
-        for parameter in child.parameters(recurse=False)
-        if parameter.dim() > 1
-    )
 
 
 def parameter_dtype(module: nn.Module) -> torch.dtype:

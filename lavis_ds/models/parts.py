@@ -169,6 +169,11 @@ class LanguageModel(Part, ABC):
     experts: str | None = None
     balance_coefficient: float = 0.0
 
+    @property
+    def attention_width(self) -> int:
+        """Width of all heads together."""
+        return self.hidden_size
+
     def choose_experts(self) -> None:
         """Set how experts run, and `experts`. Called once it is known whether there are any."""
 

@@ -17,7 +17,7 @@ from lavis_ds import registry
 from lavis_ds.batch import Batch
 from lavis_ds.errors import ConfigError, DataError
 from lavis_ds.models import attention, hub
-from lavis_ds.models.base import Work, active_elements, is_frozen, matrix_elements
+from lavis_ds.models.base import is_frozen
 from lavis_ds.models.configs import Qwen2_5VLConfig, Qwen3VLConfig, Qwen3VLMoEConfig, QwenVLConfig
 from lavis_ds.models.language.qwen_vl_decoder import DeepStack, QwenVLDecoder
 from lavis_ds.models.layers import repeated_layers
@@ -25,6 +25,7 @@ from lavis_ds.models.next_token import NextTokenModel
 from lavis_ds.models.recomputation import recompute
 from lavis_ds.models.splice import splice
 from lavis_ds.models.vision.qwen_vl_tower import QwenVLTower
+from lavis_ds.models.work import Work, attention_flops, product_flops, reading
 
 _WHERE = "model.config"
 _MARKS = [
@@ -106,15 +107,24 @@ class QwenVL(NextTokenModel):
         return {**super().describe(), "vision attention": self.vision.attention}
 
     def work(self) -> Work:
-        """As in `Vlm`; a view is a patch. What patches pay for attending to each other is left out."""
-        vision, language = (1 if is_frozen(self.vision) else 3), (2 if is_frozen(self.language) else 3)
-        tower = self.vision.tower
-        mergers = sum(matrix_elements(part) for name, part in tower.named_children() if "merger" in name)
-        a_patch = matrix_elements(tower) - mergers + mergers / self.vision.merge_size**2
+        """As in `Vlm`; a view is a patch."""
+        sees = not is_frozen(self.vision)
+        tower, config = self.vision.tower, self.vision.tower.config
+        mergers = [part for name, part in tower.named_children() if "merger" in name]
+        all_products, merging = (
+            sum(product_flops(part, gradient_passes=sees) for part in parts) for parts in ([tower], mergers)
+        )
+        whole = len(getattr(config, "fullatt_block_indexes", range(config.depth)))  # the others see windows
+        per_pair = attention_flops(config.hidden_size, 1, gradient_passes=sees)
+        in_window = (getattr(config, "window_size", 0) // config.patch_size) ** 2
         return Work(
-            per_token=2 * language * active_elements(self.language),
-            per_pair=4 * language * self.language.hidden_size * self.language.num_layers,
-            per_view=2 * vision * a_patch,
+            **reading(self.language, gradient_passes=sees or not is_frozen(self.language)),
+            per_view=all_products
+            - merging
+            + merging / self.vision.merge_size**2
+            + per_pair * (config.depth - whole) * in_window,
+            per_view_pair=per_pair * whole,
+            in_flops=True,
         )
 
     def embed_batch(self, batch: Batch) -> tuple[Tensor, DeepStack | None]:

@@ -14,11 +14,12 @@ from torch import Tensor
 from lavis_ds import registry
 from lavis_ds.batch import Batch
 from lavis_ds.errors import ConfigError, DataError
-from lavis_ds.models.base import Work, active_elements, is_frozen, parameter_dtype
+from lavis_ds.models.base import is_frozen, parameter_dtype
 from lavis_ds.models.configs import VlmConfig
 from lavis_ds.models.next_token import NextTokenModel
 from lavis_ds.models.parts import LanguageModel, NativeVisionEncoder, Projector, VisionEncoder
 from lavis_ds.models.splice import splice
+from lavis_ds.models.work import Work, attention_flops, num_layers, product_flops, reading
 
 
 @registry.register_model("vlm")
@@ -58,16 +59,15 @@ class Vlm(NextTokenModel):
         return self.projector.merge_size if isinstance(self.vision, NativeVisionEncoder) else None
 
     def work(self) -> Work:
-        """FLOPs of matrix products: 2 a weight forward, 2 for the input's gradient, 2 for the weight's."""
-        passes = [1 if is_frozen(self.vision) else 3, 3, 2 if is_frozen(self.language) else 3]
-        vision, projector, language = (
-            2 * count * active_elements(part) for count, part in zip(passes, self.parts().values(), strict=False)
-        )
-        pairs = 4 * passes[2] * self.language.hidden_size * self.language.num_layers  # scores and weighted values
+        sees, maps = (not is_frozen(part) for part in (self.vision, self.projector))
+        reads = sees or maps or not is_frozen(self.language)
+        patches = self.vision.num_tokens
+        a_pair = attention_flops(self.vision.hidden_size, num_layers(self.vision), gradient_passes=sees)
+        a_view = product_flops(self.vision, gradient_passes=sees) * patches + a_pair * patches**2
         return Work(
-            per_token=language,
-            per_pair=pairs,
-            per_view=vision * self.vision.num_tokens + projector * self.tokens_per_image,
+            **reading(self.language, gradient_passes=reads),
+            per_view=a_view + product_flops(self.projector, gradient_passes=sees) * float(self.tokens_per_image),
+            in_flops=True,
         )
 
     def encode_images(self, images_N3HW: Tensor) -> Tensor:

@@ -11,6 +11,8 @@ import torch
 
 from lavis_ds import distributed
 from lavis_ds.batch import Batch
+from lavis_ds.models.work import Amount
+from lavis_ds.runners.speed import Speed
 from lavis_ds.tasks.base import StepOutput, as_float
 
 
@@ -36,6 +38,9 @@ class GroupCounts:
             float(is_writing),
             sum(len(b.unusable) for b in group),
             sum(b.num_dropped_turns for b in group),
+            sum(b.num_pairs for b in group),
+            sum(_num_views(b) for b in group),
+            sum(_num_view_pairs(b) for b in group),
         ]
         names = [counts.name for counts in group[0].by_dataset]
         for number in range(len(names)):
@@ -43,6 +48,7 @@ class GroupCounts:
             local += [sum(b.by_dataset[number].num_tokens for b in group)]
         totals = iter(distributed.sum_over_ranks(local))
         weight, targets, tokens, samples, slots, stops, saves, writing, unusable, dropped = islice(totals, 10)
+        self.amount = Amount(tokens, next(totals), targets, next(totals), next(totals))
         rest = list(totals)
         self.divisor = weight or 1.0  # a step of unusable samples only has no loss to divide
         self.targets, self.tokens, self.samples = int(targets), int(tokens), int(samples)
@@ -66,6 +72,17 @@ class GroupCounts:
         }
 
 
+def _num_views(batch: Batch) -> int:
+    """Pictures or patches that fill places; the blank one of a batch without pictures does not."""
+    return 0 if batch.images is None or not batch.image_index.numel() else len(batch.images)
+
+
+def _num_view_pairs(batch: Batch) -> int:
+    if batch.image_grids is None or not batch.image_index.numel():
+        return 0
+    return sum(steps * (height * width) ** 2 for steps, height, width in batch.image_grids.tolist())
+
+
 def reduce_outputs(outputs: Sequence[StepOutput]) -> tuple[float, dict[str, float]]:
     """Sum of the losses over micro-batches and ranks, and the means of all other metrics."""
     names = sorted({name for output in outputs for name in output.metrics})
@@ -87,9 +104,14 @@ def suspects(group: Sequence[Batch], outputs: Sequence[StepOutput]) -> tuple[lis
 
 
 class StepTimer:
-    """Seconds of a step and of the part of it spent waiting for data."""
+    """Seconds of a step and of the part of it spent waiting for data.
 
-    def __init__(self) -> None:
+    Args:
+        speed: what the model's operations make of them.
+    """
+
+    def __init__(self, speed: Speed) -> None:
+        self._speed = speed
         self._start = time.perf_counter()
         self._data = 0.0
 
@@ -110,6 +132,7 @@ class StepTimer:
             "time/data_s": self._data,
             "throughput/tokens_per_s": counts.tokens / step_s,
             "throughput/samples_per_s": counts.samples / step_s,
+            **self._speed.metrics(counts.amount, step_s),
         }
 
 

@@ -20,7 +20,7 @@ from lavis_ds.data.plan import GroupedRows, PackedRows, PlainRows, Row, RowPlan,
 from lavis_ds.data.stream import StreamPlan
 from lavis_ds.engines.base import Engine
 from lavis_ds.engines.ds_config import BatchPlan
-from lavis_ds.models.base import Work
+from lavis_ds.models.work import Work
 
 
 def build(

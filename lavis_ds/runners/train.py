@@ -27,6 +27,7 @@ from lavis_ds.runners.observers.base import Observer, RunInfo
 from lavis_ds.runners.preflight import Preflight
 from lavis_ds.runners.progress import Progress
 from lavis_ds.runners.quarantine import Quarantine
+from lavis_ds.runners.speed import Speed
 from lavis_ds.runners.state import TrainState
 from lavis_ds.runners.stop import StopRequest
 from lavis_ds.runners.watchdog import Watchdog
@@ -123,7 +124,7 @@ class TrainRunner:
         stall_s = run.stall_timeout_s or 0.75 * run.dist_timeout_s
         watchdog = Watchdog(self.job.folder / "stalls", stall_s, self.progress)
         with StopRequest() as stop, contextlib.closing(groups), watchdog:
-            timer = StepTimer()
+            timer = StepTimer(Speed(self.work, run.precision))
             self.progress.await_data(state.step + 1)
             gradients: GradientCheck | None = GradientCheck(self.model)
             for group in groups:

@@ -53,6 +53,11 @@ class HFCausalLM(LanguageModel):
         self._config = config
         self._set_up()
 
+    @property
+    def attention_width(self) -> int:
+        config = self.lm.config.get_text_config()
+        return int(config.num_attention_heads) * attention.head_size(config)
+
     def choose_experts(self) -> None:
         self.experts = choose_experts(self.lm, self._config.experts)
 

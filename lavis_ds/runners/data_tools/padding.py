@@ -14,7 +14,7 @@ from lavis_ds.data.order import SampleOrder
 from lavis_ds.data.plan import GroupedRows, PackedRows, PlainRows, Row, RowPlan, StepPlan
 from lavis_ds.engines.ds_config import BatchPlan
 from lavis_ds.errors import ConfigError
-from lavis_ds.models.base import Work
+from lavis_ds.models.work import Work
 
 _MOST_ROWS, _FEWEST_STEPS = 20_000, 20
 """Rows that are looked at, times ranks, evenly spread over the epoch; a longer one is not gone through as a whole."""

@@ -54,6 +54,7 @@ def test_right_padding() -> None:
     assert batch.target_index.tolist() == [2, 3, 8 + 1]
     assert batch.segment_ids is None
     assert (batch.num_targets, batch.num_tokens, batch.num_samples) == (3, 8, 2)
+    assert batch.num_pairs == (5 * 5 + 3 * 3) / 2
     assert batch.sample_ids == ("s5", "s3")
     assert batch.references == ({"answer": "a"}, None)
     assert batch.attention_mask.dtype == torch.bool

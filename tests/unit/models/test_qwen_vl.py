@@ -469,7 +469,7 @@ def test_parts_and_properties(pair: Callable[..., Pair]) -> None:
     assert set(both.ours.state_dict()) == ours
     work = both.ours.work()
     assert work.per_token > 0 < work.per_view
-    assert pair(freeze=["vision"]).ours.work().per_view == work.per_view / 3
+    assert work.per_view / 3 < pair(freeze=["vision"]).ours.work().per_view < work.per_view / 2
 
 
 def test_tied_embeddings_are_one_parameter(tokenizer_dir: str, tmp_path: Path) -> None:

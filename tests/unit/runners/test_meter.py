@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from lavis_ds.batch import Batch, DatasetCounts, Unusable
-from lavis_ds.runners import meter
+from lavis_ds.models.work import Amount, Work
+from lavis_ds.runners import meter, speed
 from lavis_ds.runners.meter import GroupCounts, StepTimer, reduce_outputs
+from lavis_ds.runners.speed import Speed
 from lavis_ds.tasks.base import StepOutput
 
 
@@ -37,7 +39,7 @@ def test_counts_are_sums_over_ranks_in_one_collective(monkeypatch: pytest.Monkey
     def of_two_ranks(values: list[float]) -> list[float]:
         calls.append(list(values))
         return [
-            a + b for a, b in zip(values, [4, 8, 6, 5, 52, 1, 0, 1, 2, 3, 5, 6], strict=True)
+            a + b for a, b in zip(values, [4, 8, 6, 5, 52, 1, 0, 1, 2, 3, 7, 8, 9, 5, 6], strict=True)
         ]  # the other rank was asked to stop
 
     monkeypatch.setattr(meter.distributed, "sum_over_ranks", of_two_ranks)
@@ -46,7 +48,8 @@ def test_counts_are_sums_over_ranks_in_one_collective(monkeypatch: pytest.Monkey
     assert (counts.stop, counts.save, counts.is_writing) == (True, True, True)
     assert counts.padding_fraction == pytest.approx(0.7)
     assert (counts.divisor, counts.unusable, counts.dropped_turns, counts.by_dataset) == (10, 2, 3, {"d": (8, 30)})
-    assert calls == [[6, 12, 24, 3, 48, 0, 1, 0, 0, 0, 3, 24]]
+    assert calls == [[6, 12, 24, 3, 48, 0, 1, 0, 0, 0, 0, 0, 0, 3, 24]]
+    assert counts.amount == Amount(30, 7, 20, 8, 9)
 
 
 def test_a_step_of_unusable_samples_only_divides_by_one() -> None:
@@ -98,7 +101,7 @@ def test_times(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 11.0, 14.0, 20.0, 20.5, 22.0])
     monkeypatch.setattr(meter.time, "perf_counter", lambda: next(clock))
     counts = GroupCounts([replace(GROUP[0], num_tokens=40, sample_ids=("s",) * 8)], stop=False)
-    timer = StepTimer()  # 10
+    timer = StepTimer(Speed(Work(), "fp32"))  # 10
     timer.data_arrived()  # 11
     assert timer.finish(counts) == {  # 14
         "time/step_s": 4.0,
@@ -114,3 +117,32 @@ def test_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_peak_memory_is_in_bytes() -> None:
     assert meter.peak_memory_bytes() > 50 * 2**20  # torch alone takes more
+
+
+def test_operations_of_a_step() -> None:
+    """Of a picture of 2 x (2 x 3) patches, and of none where the picture is the blank one."""
+    batch = replace(
+        GROUP[0],
+        num_tokens=10,
+        num_pairs=50.0,
+        num_targets=3,
+        images=torch.zeros(12, 4, dtype=torch.uint8),
+        image_grids=torch.tensor([[2, 2, 3]]),
+        image_index=torch.arange(3),
+    )
+    blank = replace(batch, image_index=torch.arange(0))
+    assert GroupCounts([batch], stop=False).amount == Amount(10, 50, 3, 12, 72)
+    assert GroupCounts([batch, blank], stop=False).amount == Amount(20, 100, 6, 12, 72)
+
+
+def test_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    work = Work(per_token=1e12, in_flops=True)
+    monkeypatch.setattr(speed, "_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setattr(speed.distributed, "world_size", lambda: 2)
+    found = Speed(work, "bf16").metrics(Amount(tokens=989), 2.0)
+    assert found == {"throughput/tflops": 989 / 4, "throughput/mfu": 0.25}
+    assert Speed(work, "fp32").metrics(Amount(tokens=8), 2.0) == {"throughput/tflops": 2.0}
+    assert Speed(Work(), "bf16").metrics(Amount(tokens=8), 2.0) == {}
+    assert speed.peak_tflops("NVIDIA H100 PCIe") == 756
+    assert speed.peak_tflops("NVIDIA A100-SXM4-80GB") == 312
+    assert speed.peak_tflops("some other") is None
