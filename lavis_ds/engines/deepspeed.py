@@ -102,7 +102,8 @@ class DeepSpeedEngine:
         if self._stage == 0:
             return self._step_without_zero()
         self._engine.step()
-        norm = float(self._engine.get_global_grad_norm())
+        ready = None if self._precision == "fp16" else getattr(self._engine.optimizer, "norm_on_host", None)
+        norm = float(self._engine.get_global_grad_norm() if ready is None else ready)
         applied = bool(self._engine.was_step_applied())
         return StepResult(norm if applied else float("inf"), applied)
 

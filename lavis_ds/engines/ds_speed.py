@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lavis_ds.models.layers import gathers_itself, repeated_layers
+from lavis_ds.optim.on_host import OnHost
 
 
 def gather_by_layer(module: nn.Module, zero: dict[str, Any], set_leaves: Callable[..., Any]) -> None:
@@ -69,5 +70,13 @@ def look_at_gradients_together(optimizer: Any) -> None:
         total = total.pow(1 / norm_type)
         return torch.where(total.isfinite(), total, -1.0)
 
+    of_all_groups = optimizer.scaled_global_norm
+
+    def scaled_global_norm(*arguments: Any, **options: Any) -> Tensor:
+        found: Tensor = of_all_groups(*arguments, **options)
+        optimizer.norm_on_host = OnHost(found)  # the step's end would wait for the update
+        return found
+
     optimizer.get_grad_norm_direct = norm
+    optimizer.scaled_global_norm = scaled_global_norm
     optimizer.check_overflow = lambda partition_gradients=True: None

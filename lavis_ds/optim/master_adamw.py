@@ -11,6 +11,7 @@ from torch.optim.adamw import adamw as adamw_function
 from torch.utils._triton import has_triton
 
 from lavis_ds.config.schema import RunConfig
+from lavis_ds.optim.on_host import OnHost
 
 _CHUNK_ELEMENTS = 2**28
 """Gradients are cast to float32 so many elements at a time: 1 GiB."""
@@ -32,7 +33,7 @@ class MasterAdamW(torch.optim.AdamW):
         self._weights: dict[int, nn.Parameter] = {}
         self._parts: list[list[list[Tensor]]] | None = None
         self._fused: dict[int, Any] = {}
-        self._norm: Tensor | None = None
+        self._norm: OnHost | None = None
 
     def keep_masters(self, dtype: torch.dtype) -> None:
         """Make float32 masters of the parameters' present values, and turn the parameters into `dtype`."""
@@ -50,7 +51,7 @@ class MasterAdamW(torch.optim.AdamW):
         return {id(self._weights[id(master)]): master for master in found}
 
     def last_norm(self) -> float:
-        """Global norm of the last step's gradients before clipping. Waits for the device."""
+        """Global norm of the last step's gradients before clipping. Waits for them, and not for the update."""
         return float("nan") if self._norm is None else float(self._norm)
 
     @torch.no_grad()
@@ -60,7 +61,8 @@ class MasterAdamW(torch.optim.AdamW):
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
         norms = torch._foreach_norm([_grad(parameter) for parameter in self._weights.values()], 2, dtype=torch.float32)
-        self._norm = norm = torch.linalg.vector_norm(torch.stack(norms))
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        self._norm = OnHost(norm)
         divisor = torch.ones_like(norm) if self._clip is None else ((norm + 1e-6) / self._clip).clamp(min=1.0)
         skip = (~norm.isfinite()).float()
         for group, chunks in zip(self.param_groups, self._chunks(), strict=True):

@@ -54,10 +54,15 @@ WAYS = {
     "ZeRO-1": ["run.deepspeed_config=zero1"],
     "ZeRO-2": ["run.deepspeed_config=zero2"],
     "ZeRO-3": ["run.deepspeed_config=zero3"],
+    "default, not compiled": ["run.compile=false"],
+    "default, recomputed": [
+        "model.language.gradient_checkpointing=full",
+        "model.vision.gradient_checkpointing=full",
+    ],
     "ZeRO-2, recomputed": [
         "run.deepspeed_config=zero2",
-        "model.language.gradient_checkpointing=true",
-        "model.vision.gradient_checkpointing=true",
+        "model.language.gradient_checkpointing=full",
+        "model.vision.gradient_checkpointing=full",
     ],
 }
 
@@ -110,6 +115,7 @@ def write_config(folder: Path, arguments: argparse.Namespace) -> Path:
             "init_lr": 1e-5,
             "num_workers": arguments.workers,
             "save_every": None,
+            "save_last": False,
             "observers": ["jsonl", "console"],
         },
     }
@@ -142,8 +148,10 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     def median(key: str) -> float:
         return float(statistics.median(line[key] for line in lines))
 
+    mfu = {"mfu": round(median("throughput/mfu"), 4)} if "throughput/mfu" in lines[0] else {}
     return {
         "tokens_per_s": round(median("throughput/tokens_per_s")),
+        **mfu,
         "step_s": round(median("time/step_s"), 4),
         "data_s": round(median("time/data_s"), 4),
         "padding": round(statistics.mean(line["data/padding_fraction"] for line in lines), 4),

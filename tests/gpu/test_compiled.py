@@ -94,3 +94,18 @@ def test_one_kernel_updates_as_pytorch_does() -> None:
         for weight, master, right in zip(weights, masters, expected, strict=True):
             torch.testing.assert_close(master, right.detach(), atol=1e-6, rtol=1e-6)  # interpreted on a CPU: 1e-7
             assert torch.equal(weight, master.bfloat16())
+
+
+def test_a_number_is_read_before_later_work_is_done() -> None:
+    from lavis_ds.optim.on_host import OnHost
+
+    matrix = torch.randn(8192, 8192, device="cuda")
+    value = matrix[0, 0] * 2
+    torch.cuda.synchronize()
+    held, later = OnHost(value), torch.cuda.Event()
+    for _ in range(200):
+        matrix = (matrix @ matrix).clamp(-1, 1)
+    later.record()
+    assert float(held) == float(held)  # not NaN
+    assert not later.query()
+    assert float(held) == float(value)
