@@ -45,7 +45,10 @@ def test_losses_equal_the_reference(stage: int, lora: Path, reference: list[dict
     assert_same(losses(lora, 2, [ZERO[stage]], f"zero{stage}"), reference)
 
 
-@pytest.mark.parametrize("options", [["run.engine=torch"], [ZERO[3]]], ids=["torch", "zero3"])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param(["run.engine=torch"], id="torch", marks=pytest.mark.slow), pytest.param([ZERO[3]], id="zero3")],
+)
 def test_4_bit_weights_resume_exactly(options: list[str], qlora: Path) -> None:
     job = "_".join(options).rpartition("=")[2]
     whole = losses(qlora, 2, options, f"whole_{job}")

@@ -69,6 +69,7 @@ def test_it_goes_on_at_another_layout(
     assert all(saved[name].equal(whole[name]) for name in saved if name.startswith("vision."))
 
 
+@pytest.mark.slow
 def test_a_source_that_changed_is_refused_by_all_ranks_with_one_error(project: Path) -> None:
     options = [*ENGINES["zero3"], "run.save_trainable_only=true", "run.batch_size_train=2", f"run.stop_at_step={STOP}"]
     run(project, "refused", 2, options[:-2] + options[-1:])

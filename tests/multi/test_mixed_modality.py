@@ -150,8 +150,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+OFTEN = ("frozen tower", "adapters in both")
 RUNS = [
-    *((arch, case, 3) for arch in ("qwen3_vl", "vlm") for case in CASES),
+    *(("vlm", case, 3) for case in CASES),
+    *(("qwen3_vl", case, 3) for case in OFTEN),
+    *(pytest.param("qwen3_vl", case, 3, marks=pytest.mark.slow) for case in CASES if case not in OFTEN),
     *(pytest.param("qwen3_vl", case, 2, marks=pytest.mark.slow) for case in CASES),
 ]
 

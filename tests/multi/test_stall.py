@@ -123,6 +123,7 @@ def assert_named(said: str, operation: str) -> None:
     assert re.search(r"\. Given: samples (\S+, ){3}\S+\. The stacks", said)
 
 
+@pytest.mark.slow
 def test_the_first_step_and_saving_may_take_longer(project: Path) -> None:
     assert run_ranks(stall_on_rank_1, 2, str(project), [], "elsewhere", timeout_s=90, join_group=False) == [0, 0]
 
