@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers.core_model_loading import revert_weight_conversion
 
 from lavis_ds.errors import CheckpointError
+from lavis_ds.host_memory import returning_freed_memory
 from lavis_ds.runners.export.stored import Stored
 from lavis_ds.runners.export.target import Piece, Target
 
@@ -71,10 +72,11 @@ class Writer:
         weight_map: dict[str, str] = {}
         for number, shard in enumerate(shards, start=1):
             file = f"model-{number:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
-            content = {name: tensor for saved in shard for name, tensor in self._made(saved.name)}
-            save_file(content, folder / file, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(content, file)
-            content.clear()  # before the next is made
+            with returning_freed_memory():
+                content = {name: tensor for saved in shard for name, tensor in self._made(saved.name)}
+                save_file(content, folder / file, metadata={"format": "pt"})
+                weight_map |= dict.fromkeys(content, file)
+                content.clear()  # before the next is made
         if len(shards) > 1:
             index = {"metadata": {"total_size": self.num_bytes}, "weight_map": dict(sorted(weight_map.items()))}
             (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
