@@ -40,6 +40,11 @@ VISION = {**training.VISION, "depth": 2, "hidden_size": 128, "intermediate_size"
           "out_hidden_size": 256, "deepstack_visual_indexes": [0]}  # fmt: skip
 
 
+WIDE_TEXT = {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 6, "num_attention_heads": 16,
+             "num_key_value_heads": 8}  # fmt: skip
+"""For checkpoints, of which those of the small model are too small to time."""
+
+
 def write_config(folder: Path, arguments: argparse.Namespace) -> Path:
     arguments.tiny = False
     path = training.write_config(folder, arguments)
@@ -127,11 +132,18 @@ def compare_steps(cfg: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def compare_checkpoints(cfg: Path, folder: Path) -> dict[str, Any]:
     """A run of one step saves; the same run goes on from it."""
+    config = yaml.safe_load(cfg.read_text())
+    shape = config["model"]["config"]
+    if shape["text_config"] == TEXT:
+        shape["text_config"] |= WIDE_TEXT
+        shape["vision_config"]["out_hidden_size"] = WIDE_TEXT["hidden_size"]
+    cfg.write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "scripts.benchmarks.engine", "--saving", str(cfg)]
     found: dict[str, Any] = json.loads(output_of(command).splitlines()[-1])
     size = found["bytes"]
     plain = folder / "plain"
-    found["plain_write_s"] = timed(lambda: write_plainly(plain, size))
+    piece = os.urandom(PIECE)
+    found["plain_write_s"] = timed(lambda: write_plainly(plain, size, piece))
     forget([plain])
     found["plain_read_s"] = timed(lambda: read_plainly(plain))
     plain.unlink()
@@ -162,7 +174,8 @@ def saving(cfg: str) -> dict[str, Any]:
     from lavis_ds.runners.launch import train
 
     registry.register_runner("timed")(Timed)
-    train(cfg, ["run.runner=timed", "run.max_steps=1", "run.observers=[]"], job_id="saving", resume=None)
+    options = ["run.runner=timed", "run.max_steps=1", "run.save_last=true", "run.observers=[]"]
+    train(cfg, options, job_id="saving", resume=None)
     return found
 
 
@@ -172,8 +185,7 @@ def timed(action: Any) -> float:
     return time.perf_counter() - start
 
 
-def write_plainly(path: Path, size: int) -> None:
-    piece = os.urandom(PIECE)
+def write_plainly(path: Path, size: int, piece: bytes) -> None:
     with path.open("wb", buffering=0) as file:
         for start in range(0, size, PIECE):
             file.write(piece[: size - start])
