@@ -52,7 +52,7 @@ class DeepSpeedEngine:
         deepspeed.utils.logging.set_log_level_from_string(ds_config.log_level(run, self._settings))
         zero = self._settings["zero_optimization"]
         self._stage = int(zero["stage"])
-        self._precision, self._grad_clip = run.precision, run.grad_clip
+        self._precision = run.precision
         self.is_sharded = self._stage == 3 and self.data_parallel_size > 1
         self._rounds_masters = run.optimizer.stochastic_rounding
         optimizer = _optimizer(groups, run, self._settings)
@@ -63,7 +63,8 @@ class DeepSpeedEngine:
         scale_learning_rates(optimizer, 0.0)  # see _forget_trial_step
         if self._stage == 3:
             ds_speed.gather_by_layer(module, settings["zero_optimization"], deepspeed.utils.set_z3_leaf_modules)
-        exact = {} if self._precision == "fp32" else {name: stretch(p) for name, p in _trained_in_float32(module)}
+        is_cast = settings["bf16"]["enabled"] or settings["fp16"]["enabled"]
+        exact = {name: stretch(p) for name, p in _trained_in_float32(module)} if is_cast else {}
         if self.is_sharded:
             deepspeed.init_distributed()  # takes over the group that there is, as `initialize` does, but later
             ds_partition.partition(module, deepspeed.zero.Init, settings, self.device)

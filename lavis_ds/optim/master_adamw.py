@@ -12,6 +12,7 @@ from torch.utils._triton import has_triton
 
 from lavis_ds.config.schema import RunConfig
 from lavis_ds.optim.on_host import OnHost
+from lavis_ds.optim.states import state_of
 
 _CHUNK_ELEMENTS = 2**28
 """Gradients are cast to float32 so many elements at a time: 1 GiB."""
@@ -71,7 +72,7 @@ class MasterAdamW(torch.optim.AdamW):
 
     def _update(self, group: dict[str, Any], masters: list[Tensor], divisor: Tensor, skip: Tensor) -> None:
         weights: list[Tensor] = [self._weights[id(master)] for master in masters]
-        states = [self._state_of(master) for master in masters]
+        states = [state_of(self, master) for master in masters]
         means, squares, steps = ([state[key] for state in states] for key in ("exp_avg", "exp_avg_sq", "step"))
         if masters[0].is_cuda and has_triton():
             torch._foreach_add_(steps, [1 - skip] * len(steps))  # a single tensor would be read on the host
@@ -89,13 +90,6 @@ class MasterAdamW(torch.optim.AdamW):
             beta1=group["betas"][0], beta2=group["betas"][1], weight_decay=group["weight_decay"], eps=group["eps"],
         )  # fmt: skip
         torch._foreach_copy_(weights, masters)
-
-    def _state_of(self, master: Tensor) -> dict[str, Any]:
-        state: dict[str, Any] = self.state[master]
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32, device=master.device)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(master), torch.zeros_like(master)
-        return state
 
     def _chunks(self) -> list[list[list[Tensor]]]:
         """For each group, what is updated at a time: all of it where one kernel does, else some."""

@@ -12,9 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.multi import faults
 from tests.multi.launch import run_ranks
-from tests.multi.runs import train
-from tests.multi.test_elastic_resume import ENGINES
-from tests.tiny_project import make_project, metrics, read_language_from_folder
+from tests.multi.test_elastic_resume import ENGINES, run
+from tests.tiny_project import make_project, read_language_from_folder
 
 STEPS, STOP = 6, 3
 
@@ -28,13 +27,6 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tree["model"]["language"]["lora"], tree["model"]["freeze"] = {"r": 4}, ["vision"]
     path.write_text(yaml.safe_dump(tree))
     return path
-
-
-def run(project: Path, job: str, ranks: int, options: list[str], resume: str | None = None) -> list[dict[str, Any]]:
-    chosen = [*options, f"run.batch_size_train={4 // ranks}"]
-    codes = run_ranks(train, ranks, str(project), chosen, job, resume, timeout_s=150, join_group=False)
-    assert set(codes) <= {0, 75}
-    return metrics(project.parent / "output" / job)
 
 
 @pytest.fixture(scope="module")
