@@ -8,7 +8,6 @@ Model, data and rows are those of `training.py` (Qwen3-VL-2B's shape, everything
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import importlib.util
 import json
@@ -33,28 +32,13 @@ WAYS: dict[str, dict[str, str]] = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser = training.parser_of(__doc__, WAYS)
     parser.add_argument("--parts", nargs="+", choices=["vision", "language"], default=["vision", "language"])
-    parser.add_argument("--steps", type=int, default=26)
-    parser.add_argument("--pack-length", type=int, default=8192)
-    parser.add_argument("--samples", type=int, default=1600)
-    parser.add_argument("--workers", type=int, default=8)
-    parser.add_argument("--timeout-s", type=float, default=180)
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--logs", type=Path, help="folder for the runs' output")
-    parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     if not torch.cuda.is_available() or importlib.util.find_spec("torchao") is None:
         arguments.ways = [way for way in arguments.ways if "fp8" not in way]
-    packages = ("torch", "transformers", "deepspeed")
-    result: dict[str, Any] = {
-        "rows": [],
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "versions": {name: importlib.metadata.version(name) for name in packages},
-        "parts": arguments.parts,
-        "pack_length": arguments.pack_length,
-    }
+    shared = {"parts": arguments.parts, "pack_length": arguments.pack_length}
+    result: dict[str, Any] = {"rows": [], **training.machine(), **shared}
     with tempfile.TemporaryDirectory() as name:
         training.make_data(Path(name), arguments.samples)
         cfg = training.write_config(Path(name), arguments)

@@ -14,10 +14,8 @@ against reading as many bytes, after the system has forgotten them.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -227,9 +225,7 @@ def main() -> None:
         training.make_data(Path(name), arguments.samples)
         cfg = write_config(Path(name), arguments)
         result = {
-            "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
-            "cpus": os.cpu_count(),
-            "versions": {key: importlib.metadata.version(key) for key in ("torch", "transformers", "deepspeed")},
+            **training.machine(),
             "stage": arguments.stage,
             "small": arguments.small,
             "steps": compare_steps(cfg, arguments),

@@ -11,13 +11,11 @@ saves most is given rows twice as long, as long as they fit.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import AutoTokenizer
 
 from scripts.benchmarks import training
@@ -67,11 +65,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     training.WARM_UP = 2
-    result: dict[str, Any] = {
-        "rows": [],
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "deepspeed")},
-    }
+    result: dict[str, Any] = {"rows": [], **training.machine()}
 
     def measure(folder: Path, way: str, length: int) -> bool:
         arguments.pack_length = length

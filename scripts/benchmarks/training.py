@@ -18,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +162,10 @@ def summary(lines: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+def parser_of(text: str | None, ways: Iterable[str]) -> argparse.ArgumentParser:
+    """What the benchmarks of whole runs ask for."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ways", nargs="+", choices=ways, default=list(ways))
     parser.add_argument("--steps", type=int, default=26)
     parser.add_argument("--pack-length", type=int, default=8192)
     parser.add_argument("--samples", type=int, default=1600)
@@ -172,15 +174,21 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--logs", type=Path, help="folder for the runs' output")
     parser.add_argument("--output", type=Path)
-    arguments = parser.parse_args()
-    packages = ("torch", "transformers", "deepspeed")
-    result: dict[str, Any] = {
-        "rows": [],
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor(),
-        "versions": {name: importlib.metadata.version(name) for name in packages},
-        "pack_length": arguments.pack_length,
+    return parser
+
+
+def machine() -> dict[str, Any]:
+    """What a result was measured on."""
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
+        "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "deepspeed")},
         "cpus": os.cpu_count(),
     }
+
+
+def main() -> None:
+    arguments = parser_of(__doc__, WAYS).parse_args()
+    result: dict[str, Any] = {"rows": [], **machine(), "pack_length": arguments.pack_length}
     with tempfile.TemporaryDirectory() as name:
         make_data(Path(name), arguments.samples)
         cfg = write_config(Path(name), arguments)
