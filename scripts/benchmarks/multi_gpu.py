@@ -147,7 +147,11 @@ def _free_port() -> int:
 def runs(arguments: argparse.Namespace) -> list[list[Run]]:
     """What runs at the same time: two runs of one GPU, or one of two."""
     chosen = [
-        Run(model, stage, n) for model in arguments.models for n in SHAPES[model].gpus for stage in arguments.stages
+        Run(model, stage, n)
+        for model in arguments.models
+        for n in SHAPES[model].gpus
+        for stage in arguments.stages
+        if n in arguments.gpus
     ]
     single = [run for run in chosen if run.gpus == 1]
     pairs = [single[i : i + arguments.at_once] for i in range(0, len(single), arguments.at_once)]
@@ -228,6 +232,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=["2B", "8B/2"])
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--gpus", type=int, nargs="+", choices=(1, 2), default=[1, 2])
     parser.add_argument("--steps", type=int, default=19, help="of which the first 6 and the last 3 do not count")
     parser.add_argument("--pack-length", type=int, default=8192)
     parser.add_argument("--samples", type=int, default=800)

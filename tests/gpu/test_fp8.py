@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lavis_ds.models.configs import LayersConfig
@@ -63,12 +64,11 @@ def error(found: Tensor, expected: Tensor) -> float:
     return float((found.double() - expected.double()).norm() / expected.double().norm())
 
 
-class Counter(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += function is torch.ops.aten._scaled_mm.default
-        return function(*args, **(kwargs or {}))
+def products_in_8_bits(function: Callable[[], object]) -> int:
+    """How many the device runs. A dispatch mode would not see them, since they are inside a subclass of tensors."""
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        function()
+    return sum(event.count for event in profiler.key_averages() if event.key.startswith("aten::_scaled_mm"))
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -78,9 +78,7 @@ def test_gradients(recipe: str, rows: int) -> None:
     ids = text(rows, 333, 1)
     models = [Decoder(compiled=False), Decoder(recipe, compiled=False)]
     models[0](ids).backward()
-    with Counter() as counter:
-        models[1](ids).backward()
-    assert counter.count == 3 * 14
+    assert products_in_8_bits(lambda: models[1](ids).backward()) == 3 * 14
     for (name, ours), other in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
         assert ours.grad is not None
         assert other.grad is not None
@@ -90,18 +88,24 @@ def test_gradients(recipe: str, rows: int) -> None:
 
 @pytest.mark.parametrize("way", ["none", "full", "selective"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_compiled_equals_eager(recipe: str, way: str) -> None:
+def test_compiled_is_as_exact_as_eager(recipe: str, way: str) -> None:
+    """Each rounds in its own way, so that the two differ as much as each does from products in 16 bits: by 0.2."""
     found = []
-    for compiled in (False, True):
-        model = Decoder(recipe, way=way, compiled=compiled)
+    for chosen, compiled in ((None, False), (recipe, False), (recipe, True)):
+        model = Decoder(chosen, way=way, compiled=compiled)
         for length in (512, 500):  # another length must not need another graph, nor fail
             model.zero_grad()
             loss = model(text(2, length, 1))
             loss.backward()
         found.append((float(loss.detach()), [p.grad.float() for p in model.parameters() if p.grad is not None]))
-    (eager, eager_gradients), (compiled_loss, gradients) = found
-    assert compiled_loss == pytest.approx(eager, abs=0.02)
-    assert max(error(a, b) for a, b in zip(gradients, eager_gradients, strict=True)) < 0.15
+    (exact, exact_gradients), *in_8_bits = found
+    errors = []
+    for loss_in_8_bits, gradients in in_8_bits:
+        assert loss_in_8_bits == pytest.approx(exact, abs=0.02)
+        errors.append([error(a, b) for a, b in zip(gradients, exact_gradients, strict=True)])
+    print(f"eager {max(errors[0]):.3f}, compiled {max(errors[1]):.3f}")
+    assert max(errors[0]) < 0.35
+    assert max(errors[1]) < 1.1 * max(errors[0])
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

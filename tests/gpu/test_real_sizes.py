@@ -56,7 +56,7 @@ def test_minigpt4qwen_stage_2_with_qwen3_8b(tmp_path: Path) -> None:
         command,
         num_ranks=2,
         launcher="deepspeed",
-        timeout_s=900 if os.environ.get(DEVICE) == "cpu" else 190,
+        timeout_s=900 if os.environ.get(DEVICE) == "cpu" else 240,
         env=env,
         device="gpu",
     )

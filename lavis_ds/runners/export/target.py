@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import itemgetter
@@ -70,9 +71,11 @@ class Target:
     notes: tuple[str, ...] = ()
 
     def skeleton(self) -> Any:
-        """The model without its weights."""
+        """The model without its weights, and without our attention kernels, whose packages transformers would load."""
+        config = copy.deepcopy(self.config)
+        config._attn_implementation = "eager"  # of all its parts
         with torch.device("meta"), hub.quiet():
-            return self.model_class(self.config)
+            return self.model_class(config)
 
 
 def cannot_express(model_class: str, why: str, *, where: str, given: object = None, expected: str = "") -> ConfigError:

@@ -11,6 +11,7 @@ import torch
 from transformers import AutoProcessor
 
 from lavis_ds.api import load_model
+from lavis_ds.runners.export import qwen_vl as qwen_vl_export
 from tests.unit.runners.export.conftest import Tree
 
 Exported = Callable[..., Any]
@@ -30,6 +31,22 @@ def test_it_goes_out_as_itself(qwen_vl: Callable[[str], Tree], exported: Exporte
     assert config["architectures"] == [CLASSES[arch]]
     processor: Any = AutoProcessor.from_pretrained(folder)
     assert processor.image_processor.size["longest_edge"] == 65536
+
+
+def test_no_package_is_looked_for_by_the_name_of_our_kernel(
+    qwen_vl: Callable[[str], Tree], exported: Exported, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is a GPU, the tower's configuration has one, which transformers takes for a kind of FlashAttention."""
+    made = qwen_vl_export.target
+
+    def target(model: Any) -> Any:
+        found = made(model)
+        found.config.vision_config._attn_implementation = "lavis_ds_flash_varlen"
+        return found
+
+    monkeypatch.setattr(qwen_vl_export, "target", target)
+    _, agreements = exported(qwen_vl("qwen3_vl"))
+    assert all(a.logits < 3e-6 for a in agreements)
 
 
 def test_its_processor_takes_videos(qwen_vl: Callable[[str], Tree], exported: Exported) -> None:
