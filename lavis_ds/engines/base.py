@@ -45,6 +45,8 @@ class Engine(Protocol):
         data_parallel_rank: this rank among them.
         is_sharded: True where a rank holds only a part of each parameter (ZeRO-3), so that every rank must run the same
             submodules the same number of times.
+        trained: the parameters that train, by name, as autograd knows them; those of `module` may be arranged in
+            another way.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Engine(Protocol):
     data_parallel_size: int
     data_parallel_rank: int
     is_sharded: bool
+    trained: dict[str, nn.Parameter]
 
     def __call__(self, batch: Batch) -> tuple[Tensor, ...]:
         """The model's forward pass."""

@@ -17,6 +17,7 @@ from lavis_ds.batch import Batch
 from lavis_ds.config.schema import RunConfig
 from lavis_ds.engines import ds_config, ds_fragments, ds_partition, ds_speed
 from lavis_ds.engines.base import StepResult, every, fill_weights, persistent_buffers, saved_parameters, weight_of
+from lavis_ds.engines.ds_bundles import Bundles
 from lavis_ds.engines.fragments import Fragment, StoredFragments, restore
 from lavis_ds.models.parts import match_constants
 from lavis_ds.optim import optimizers
@@ -37,6 +38,9 @@ class DeepSpeedEngine:
         groups: parameter groups with `lr_scale` and `weight_decay`.
         run: the `run:` block.
         plan: global batch, micro-batch and accumulation.
+
+    Attributes:
+        bundles: how parameters of `module` hold those of the model that came in.
     """
 
     name = "deepspeed"
@@ -55,19 +59,21 @@ class DeepSpeedEngine:
         self._precision = run.precision
         self.is_sharded = self._stage == 3 and self.data_parallel_size > 1
         self._rounds_masters = run.optimizer.stochastic_rounding
-        optimizer = _optimizer(groups, run, self._settings)
+        self.trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
+        layers = ds_speed.gather_by_layer(module, zero, deepspeed.utils.set_z3_leaf_modules) if self._stage == 3 else []
+        self.bundles = Bundles(module, layers if ds_speed.can_bundle(run, zero) else [], groups)
+        optimizer = _optimizer(self.bundles.groups, run, self._settings)
         settings = _settings_with(optimizer, self._settings)
         by_muon = {id(p) for group in groups if group.get("uses_muon") for p in group["params"]}
         by_muon_names = [name for name, parameter in module.named_parameters() if id(parameter) in by_muon]
         _allow_in_zero(optimizer)
         scale_learning_rates(optimizer, 0.0)  # see _forget_trial_step
-        if self._stage == 3:
-            ds_speed.gather_by_layer(module, settings["zero_optimization"], deepspeed.utils.set_z3_leaf_modules)
         is_cast = settings["bf16"]["enabled"] or settings["fp16"]["enabled"]
-        exact = {name: stretch(p) for name, p in _trained_in_float32(module)} if is_cast else {}
+        exact = self._unrounded(module) if is_cast else {}
         if self.is_sharded:
             deepspeed.init_distributed()  # takes over the group that there is, as `initialize` does, but later
-            ds_partition.partition(module, deepspeed.zero.Init, settings, self.device)
+            found = ds_partition.partition(module, self.bundles, deepspeed.zero.Init, settings, self.device)
+            exact |= found if is_cast else {}
         self._engine, self._optimizer, _, _ = deepspeed.initialize(model=module, optimizer=optimizer, config=settings)
         _forget_trial_step(optimizer)
         if isinstance(optimizer, MasterAdamW):
@@ -77,10 +83,15 @@ class DeepSpeedEngine:
         if isinstance(optimizer, StochasticAdamW) and self._stage > 0:
             optimizer.shard = self.data_parallel_rank
         if isinstance(optimizer, Muon):
-            optimizer.flats = ds_fragments.pieces(self._engine.module, by_muon_names, self._engine.optimizer)
+            optimizer.flats = ds_fragments.pieces(
+                self._engine.module, by_muon_names, self._engine.optimizer, self.bundles
+            )
         if self._stage == 0 and self.data_parallel_size == 1:
             self._engine.enable_backward_allreduce = False  # it copies all gradients to and fro, for one rank too
         ds_speed.look_at_gradients_together(self._engine.optimizer)
+        ds_speed.be_brief(self._settings, deepspeed.utils, deepspeed.get_accelerator())
+        if self._stage == 3:
+            self.bundles.follow(self._engine.optimizer.parameter_offload.get_param_coordinator())
         self.module: nn.Module = self._engine.module
         self._fill_masters(exact)
         match_constants(self.module)  # DeepSpeed casts parameters alone
@@ -128,7 +139,7 @@ class DeepSpeedEngine:
     def fragments(self) -> Iterator[Fragment]:
         optimizer, base = self._engine.optimizer, self._engine.basic_optimizer
         rank, size = self.data_parallel_rank, self.data_parallel_size
-        found = ds_fragments.fragments(self.module, optimizer, base, rank, size)
+        found = ds_fragments.fragments(self.module, optimizer, base, self.bundles, rank, size)
         # Otherwise the masters are the weights, and these are in the checkpoint already.
         has_own_master = self._precision != "fp32" and not self._rounds_masters
         return (replace(fragment, has_own_master=has_own_master) for fragment in found)
@@ -154,6 +165,15 @@ class DeepSpeedEngine:
                     setattr(self._loss_scaler, key, value)
         return restore(self.fragments(), stored, weights, kept)
 
+    def _unrounded(self, module: nn.Module) -> dict[str, tuple[int, Tensor]]:
+        """This rank's stretches of what trains, but for bundles that are still in shares."""
+        found: dict[str, tuple[int, Tensor]] = {}
+        for name, parameter in _trained_in_float32(module):
+            bundle = self.bundles.of(parameter)
+            if bundle is None or not bundle.is_in_shares():
+                found |= self.bundles.stretches(name, parameter, *stretch(parameter))
+        return found
+
     @torch.no_grad()
     def _fill_masters(self, exact: Mapping[str, tuple[int, Tensor]]) -> None:
         """DeepSpeed makes masters of weights that it has rounded already; these are the ones before that."""
@@ -173,20 +193,24 @@ class DeepSpeedEngine:
             fill_weights(self.module, weights, kept)
             return
         for name, parameter in saved_parameters(self.module):
-            if name in kept:
+            members = [member for member in self.bundles.members(name, parameter) if member.name not in kept]
+            if not members:
                 continue
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                if self.data_parallel_rank == 0:
-                    parameter.copy_(weight_of(weights, name, parameter.shape))
+                for member in members if self.data_parallel_rank == 0 else ():
+                    own = member.of(parameter)
+                    own.copy_(weight_of(weights, member.name, own.shape))
         for name, buffer in persistent_buffers(self.module):
             buffer.copy_(weight_of(weights, name, buffer.shape))
 
     def full_tensors(self, wanted: Callable[[str], bool] = every) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in saved_parameters(self.module):
-            if not wanted(name):
+            members = [member for member in self.bundles.members(name, parameter) if wanted(member.name)]
+            if not members:
                 continue
             with deepspeed.zero.GatheredParameters([parameter], enabled=self._stage == 3):
-                yield name, parameter.detach()
+                for member in members:
+                    yield member.name, member.of(parameter.detach())
         yield from (pair for pair in persistent_buffers(self.module) if wanted(pair[0]))
 
     def finish(self) -> None:

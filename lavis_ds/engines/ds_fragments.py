@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lavis_ds import distributed
+from lavis_ds.engines.ds_bundles import Bundles
 from lavis_ds.engines.fragments import Fragment, held_stretch, whole
 from lavis_ds.optim.master_adamw import MasterAdamW
 from lavis_ds.optim.muon import Piece
@@ -21,7 +22,7 @@ Named = list[tuple[str, Any]]
 
 
 def fragments(
-    module: nn.Module, optimizer: Any, base: torch.optim.Optimizer, rank: int, size: int
+    module: nn.Module, optimizer: Any, base: torch.optim.Optimizer, bundles: Bundles, rank: int, size: int
 ) -> Iterator[Fragment]:
     """All that this rank holds of the trainable parameters.
 
@@ -29,6 +30,7 @@ def fragments(
         module: the model.
         optimizer: what DeepSpeed made of `base`.
         base: the optimizer that updates weights.
+        bundles: of the model's parameters.
         rank: of this process among those that see different data.
         size: their number.
     """
@@ -36,7 +38,7 @@ def fragments(
     if isinstance(base, MasterAdamW):
         yield from whole(named, base, rank=rank, world_size=size, copies=base.masters)
     elif _is_flat(optimizer):
-        yield from _flat(named, optimizer, base)
+        yield from _flat(named, optimizer, base, bundles)
     elif hasattr(optimizer, "fp32_groups"):
         yield from _copied(named, optimizer, base, rank, size)
     else:
@@ -64,20 +66,22 @@ def _flats(optimizer: Any) -> list[Tensor]:
     return list(getattr(optimizer, next(name for name in names if hasattr(optimizer, name))))
 
 
-def _places(named: Named, optimizer: Any) -> Iterator[_Place]:
+def _places(named: Named, optimizer: Any, bundles: Bundles) -> Iterator[_Place]:
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
-        return _partitioned(named, optimizer)
+        return _partitioned(named, optimizer, bundles)
     return _flattened(named)
 
 
-def _partitioned(named: Named, optimizer: Any) -> Iterator[_Place]:
-    """ZeRO-3: each parameter is cut into as many stretches as there are ranks, the last ones padded."""
+def _partitioned(named: Named, optimizer: Any, bundles: Bundles) -> Iterator[_Place]:
+    """ZeRO-3: each parameter, or bundle, is cut into as many stretches as there are ranks, the last ones padded."""
     for name, parameter in named:
         group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        start = distributed.global_rank() * parameter.partition_numel()
-        numel = min(parameter.partition_numel(), parameter.ds_numel - start)
-        if numel > 0:
-            yield _Place(name, parameter.ds_shape, start, group, offset, numel)
+        first = distributed.global_rank() * parameter.partition_numel()
+        for member in bundles.members(name, parameter):
+            start, stop = max(first, member.start), min(first + parameter.partition_numel(), member.stop)
+            if start < stop:
+                place = offset + start - first
+                yield _Place(member.name, member.shape, start - member.start, group, place, stop - start)
 
 
 def _flattened(named: Named) -> Iterator[_Place]:
@@ -89,18 +93,19 @@ def _flattened(named: Named) -> Iterator[_Place]:
             yield _Place(name, parameter.shape, at.start, mapping.param_group_index, held.start, held.numel)
 
 
-def _flat(named: Named, optimizer: Any, base: torch.optim.Optimizer) -> Iterator[Fragment]:
+def _flat(named: Named, optimizer: Any, base: torch.optim.Optimizer, bundles: Bundles) -> Iterator[Fragment]:
     flats = _flats(optimizer)
-    for name, shape, start, group, offset, numel in _places(named, optimizer):
+    for name, shape, start, group, offset, numel in _places(named, optimizer, bundles):
         yield held_stretch(name, start, shape, flats[group], offset, numel, base)
 
 
-def pieces(module: nn.Module, names: Iterable[str], optimizer: Any) -> dict[Tensor, list[Piece]]:
+def pieces(module: nn.Module, names: Iterable[str], optimizer: Any, bundles: Bundles) -> dict[Tensor, list[Piece]]:
     """Where these parameters lie in this rank's flat partitions; none without ZeRO. Called on all ranks."""
     if not _is_flat(optimizer):
         return {}
     chosen = set(names)
-    places = {p.name: p for p in _places([(n, p) for n, p in module.named_parameters() if n in chosen], optimizer)}
+    named = [(name, parameter) for name, parameter in module.named_parameters() if name in chosen]
+    places = {place.name: place for place in _places(named, optimizer, bundles)}
     held_by_ranks = distributed.gather_objects({place.name: (place.group, place.shape) for place in places.values()})
     flats, found = _flats(optimizer), dict[Tensor, list[Piece]]()
     for name in (name for name, _ in module.named_parameters() if name in chosen):

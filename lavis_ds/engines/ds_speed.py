@@ -5,18 +5,19 @@ DeepSpeed's own functions are handed in, so that one file alone imports it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lavis_ds.config.schema import RunConfig
 from lavis_ds.models.layers import gathers_itself, repeated_layers
 from lavis_ds.optim.on_host import OnHost
 
 
-def gather_by_layer(module: nn.Module, zero: dict[str, Any], set_leaves: Callable[..., Any]) -> None:
+def gather_by_layer(module: nn.Module, zero: dict[str, Any], set_leaves: Callable[..., Any]) -> list[nn.Module]:
     """Let ZeRO-3 gather a layer's weights at once, and leave what is inside to itself.
 
     Hooks on each submodule take the host longer than a fast GPU takes for the layer, and none can be compiled.
@@ -25,6 +26,9 @@ def gather_by_layer(module: nn.Module, zero: dict[str, Any], set_leaves: Callabl
         module: the model, before it is sharded.
         zero: the block `zero_optimization`, which gets a default.
         set_leaves: `deepspeed.utils.set_z3_leaf_modules`.
+
+    Returns:
+        These layers, none inside another.
     """
     layers = list(repeated_layers(module))
     kinds = {type(layer) for layer in layers} - {type(layer) for layer in layers if gathers_itself(layer)}
@@ -34,6 +38,31 @@ def gather_by_layer(module: nn.Module, zero: dict[str, Any], set_leaves: Callabl
         if any(parameter.requires_grad for parameter in layer.parameters()):
             layer.register_forward_pre_hook(_ask_for_gradient)
     zero.setdefault("memory_efficient_linear", False)  # for weights that go within a layer; it can't be compiled
+    found = [layer for layer in layers if type(layer) in kinds]
+    inner = {module for layer in found for module in layer.modules() if module is not layer}
+    return [layer for layer in found if layer not in inner]
+
+
+def can_bundle(run: RunConfig, zero: Mapping[str, Any]) -> bool:
+    """Whether it makes no difference which elements are in one parameter: to the optimizer, and to compression."""
+    looks_at_parameters = run.optimizer.name != "adamw" or run.optimizer.stochastic_rounding
+    quantised = zero.get("zero_quantized_weights") or zero.get("zero_quantized_gradients")
+    on_disk = (zero.get("offload_param") or {}).get("device") == "nvme"
+    return not (looks_at_parameters or quantised or on_disk)
+
+
+def be_brief(settings: Mapping[str, Any], utils: Any, accelerator: Any) -> None:
+    """Spare the host what DeepSpeed does thousands of times a step, for nothing but a profile or a message.
+
+    Args:
+        settings: of DeepSpeed.
+        utils: `deepspeed.utils`; its NVTX ranges are left on where something is timed anyway.
+        accelerator: DeepSpeed's.
+    """
+    utils.nvtx.enable_nvtx = bool(settings.get("wall_clock_breakdown"))
+    if accelerator.device_name() == "cuda":
+        own = torch.cuda.current_device()  # which current_stream() would find out anew, and slowly
+        accelerator.current_stream = lambda device_index=own: torch.cuda.current_stream(device_index)
 
 
 def _ask_for_gradient(_: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...] | None:

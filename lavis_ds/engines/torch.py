@@ -51,6 +51,7 @@ class TorchEngine:
         self._precision = run.precision
         self._grad_clip = run.grad_clip
         self._optimizer = optimizers.build(groups, run)
+        self.trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
         self._forward: nn.Module = self.module
         if self.data_parallel_size > 1:
             devices = [self.device] if self.device.type == "cuda" else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -14,13 +14,16 @@ from lavis_ds.models.patterns import is_adapter
 
 
 class GradientCheck:
-    """Watches the gradients of all trainable parameters from now until `finish`."""
+    """Watches the gradients of parameters from now until `finish`.
 
-    def __init__(self, model: nn.Module) -> None:
-        trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        self._reached = {name: 0 for name, _ in trainable}
+    Args:
+        trained: all that train, by name.
+    """
+
+    def __init__(self, trained: Mapping[str, nn.Parameter]) -> None:
+        self._reached = dict.fromkeys(trained, 0)
         self._changed = dict(self._reached)
-        self._hooks: list[Any] = [p.register_hook(partial(self._see, name)) for name, p in trainable]  # type: ignore[no-untyped-call]
+        self._hooks: list[Any] = [p.register_hook(partial(self._see, name)) for name, p in trained.items()]  # type: ignore[no-untyped-call]
 
     def finish(self, *, has_pictures: bool) -> list[str]:
         """Call on all ranks after the last backward pass of a step.

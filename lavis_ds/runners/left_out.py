@@ -24,8 +24,7 @@ class FrozenWeights:
 
     def __init__(self, engine: Engine, origins: Mapping[str, Origin]) -> None:
         self._engine = engine
-        trained = {name for name, parameter in engine.module.named_parameters() if parameter.requires_grad}
-        self._origins = {name: origin for name, origin in origins.items() if name not in trained}
+        self._origins = {name: origin for name, origin in origins.items() if name not in engine.trained}
         self._checksums: dict[str, dict[str, int]] = {}
         self._num_bytes: dict[str, int] = {}
 

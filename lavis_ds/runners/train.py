@@ -126,7 +126,7 @@ class TrainRunner:
         with StopRequest() as stop, contextlib.closing(groups), watchdog:
             timer = StepTimer(Speed(self.work, run.precision))
             self.progress.await_data(state.step + 1)
-            gradients: GradientCheck | None = GradientCheck(self.model)
+            gradients: GradientCheck | None = GradientCheck(self.engine.trained)
             for group in groups:
                 timer.data_arrived()
                 self.progress.begin_step(state.step + 1, group)

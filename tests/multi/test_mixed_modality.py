@@ -128,8 +128,8 @@ def sharded(arch: str, case: str, folder: str, stage: int) -> list[dict[str, tor
         for index, batch in enumerate(group):
             with engine.micro_batch(is_last=index == len(group) - 1):
                 engine.backward(engine(batch)[0] * (2 / targets(assignment, data)))
-        named = engine.module.named_parameters()
-        found.append({name: safe_get_full_grad(p).clone() for name, p in named if p.requires_grad})
+        named = [(name, p, safe_get_full_grad(p)) for name, p in engine.module.named_parameters() if p.requires_grad]
+        found.append({m.name: m.of(full).clone() for name, p, full in named for m in engine.bundles.members(name, p)})
         engine.step(0.0)
     return found
 

@@ -161,6 +161,7 @@ def engines(cfg: str, empty: str) -> list[tuple[list[str], list[str]]]:
         groups = param_groups(made, config.run)
         engine = build.build_engine(config, made, groups, batch_plan(config.run, 2))
         seconds = [p.ds_secondary_tensor for p in engine.module.parameters()]
+        assert any(engine.bundles.of(parameter) for parameter in engine.module.parameters())
         assert all(second is not None for second in seconds) == ("zero_hpz_partition_size" in zero)
         first = _different(engine, wanted)
         others = {name: tensor + 1 for name, tensor in wanted.items()}
@@ -183,10 +184,11 @@ def _different(engine: Any, wanted: dict[str, torch.Tensor]) -> list[str]:
             gathered = parameter.detach().to("cpu", copy=True)
         parameter.ds_secondary_tensor = second
         master = safe_get_full_fp32_param(parameter).cpu()
-        if not torch.equal(gathered, found[name]):
-            different.append(f"{name} of the shards")
-        if not torch.equal(master, wanted[name]):  # exact in bf16 too
-            different.append(f"master of {name}")
+        for member in engine.bundles.members(name, parameter):
+            if not torch.equal(member.of(gathered), found[member.name]):
+                different.append(f"{member.name} of the shards")
+            if not torch.equal(member.of(master), wanted[member.name]):  # exact in bf16 too
+                different.append(f"master of {member.name}")
     return different
 
 
@@ -210,9 +212,10 @@ def train_and_count(cfg: str, options: list[str], job: str) -> int:
 
     partition, counts = ds_partition.partition, []
 
-    def counting(module: torch.nn.Module, *args: Any) -> None:
-        counts.append(sum(map(shares.is_stand_in, module.parameters())))
-        partition(module, *args)
+    def counting(module: torch.nn.Module, bundles: Any, *args: Any) -> Any:
+        named = module.named_parameters()
+        counts.append(sum(shares.is_stand_in(m.parameter) for pair in named for m in bundles.members(*pair)))
+        return partition(module, bundles, *args)
 
     ds_partition.partition = counting
     assert train(cfg, options, job) == 0
