@@ -11,8 +11,8 @@ from torch import nn
 from tests.multi.launch import run_ranks
 
 RUN: dict[str, Any] = {
-    "output_dir": "unused", "max_steps": 2, "init_lr": 1e-2, "precision": "fp32", "grad_clip": None, "weight_decay": 0.0,
-    "global_batch_size": 2, "batch_size_train": 1,
+    "output_dir": "unused", "max_steps": 2, "init_lr": 1e-2, "precision": "fp32", "grad_clip": None,
+    "weight_decay": 0.0, "global_batch_size": 2, "batch_size_train": 1,
 }  # fmt: skip
 ZERO = {"stage": 3, "stage3_param_persistence_threshold": 0}
 

@@ -36,7 +36,7 @@ def test_it_goes_out_as_itself(qwen_vl: Callable[[str], Tree], exported: Exporte
 def test_no_package_is_looked_for_by_the_name_of_our_kernel(
     qwen_vl: Callable[[str], Tree], exported: Exported, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where there is a GPU, the tower's configuration has one, which transformers takes for a kind of FlashAttention."""
+    """Where there is a GPU, the tower's configuration has one; transformers takes it for a kind of FlashAttention."""
     made = qwen_vl_export.target
 
     def target(model: Any) -> Any:
