@@ -27,6 +27,10 @@ from lavis_ds.optim.muon import Muon
 from lavis_ds.optim.stochastic_rounding import StochasticAdamW
 from lavis_ds.shares import stretch
 
+_USE_PARAMETERS = (
+    deepspeed.runtime.zero.partitioned_param_coordinator,
+    deepspeed.runtime.zero.parameter_offload,
+)
 _SCALE_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
@@ -91,6 +95,7 @@ class DeepSpeedEngine:
         ds_speed.look_at_gradients_together(self._engine.optimizer)
         ds_speed.be_brief(self._settings, deepspeed.utils, deepspeed.get_accelerator())
         if self._stage == 3:
+            ds_speed.remember_parameters(layers, _USE_PARAMETERS)
             self.bundles.follow(self._engine.optimizer.parameter_offload.get_param_coordinator())
         self.module: nn.Module = self._engine.module
         self._fill_masters(exact)

@@ -13,7 +13,7 @@ from lavis_ds import distributed
 from lavis_ds.batch import Batch
 from lavis_ds.models.work import Amount
 from lavis_ds.runners.speed import Speed
-from lavis_ds.tasks.base import StepOutput, as_float
+from lavis_ds.tasks.base import HostOutput, as_float
 
 
 class GroupCounts:
@@ -83,7 +83,7 @@ def _num_view_pairs(batch: Batch) -> int:
     return sum(steps * (height * width) ** 2 for steps, height, width in batch.image_grids.tolist())
 
 
-def reduce_outputs(outputs: Sequence[StepOutput]) -> tuple[float, dict[str, float]]:
+def reduce_outputs(outputs: Sequence[HostOutput]) -> tuple[float, dict[str, float]]:
     """Sum of the losses over micro-batches and ranks, and the means of all other metrics."""
     names = sorted({name for output in outputs for name in output.metrics})
     values = [sum(as_float(output.loss_sum) for output in outputs)]
@@ -95,7 +95,7 @@ def reduce_outputs(outputs: Sequence[StepOutput]) -> tuple[float, dict[str, floa
     return loss, means
 
 
-def suspects(group: Sequence[Batch], outputs: Sequence[StepOutput]) -> tuple[list[int], list[str]]:
+def suspects(group: Sequence[Batch], outputs: Sequence[HostOutput]) -> tuple[list[int], list[str]]:
     """Ranks whose own loss is not finite, or all where none is, and their samples. Called on all ranks."""
     is_bad = not all(math.isfinite(as_float(output.loss_sum)) for output in outputs)
     answers = distributed.gather_objects((is_bad, [name for batch in group for name in batch.sample_ids]))

@@ -142,8 +142,8 @@ class TrainRunner:
                     self.progress.micro_batch(index, group)
                     with engine.micro_batch(is_last=index == len(group) - 1):
                         output = self.task.train_step(engine, batch.to(engine.device))
+                        outputs.append(output.on_host())
                         engine.backward(output.loss_sum * (engine.data_parallel_size / counts.divisor))
-                    outputs.append(output)
                 if gradients is not None:
                     self._say(gradients.finish(has_pictures=any(batch.image_index.numel() for batch in group)))
                     gradients = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,17 @@ from torch import Tensor, nn
 from lavis_ds.batch import Batch
 from lavis_ds.config.schema import TaskConfig
 from lavis_ds.data.conversation import Conversation
+from lavis_ds.optim.on_host import OnHost
 
 Forward = Callable[[Batch], tuple[Tensor, ...]]
 """A forward pass with gradients: the engine."""
+
+
+class HostOutput(NamedTuple):
+    """The numbers of a `StepOutput`."""
+
+    loss_sum: OnHost
+    metrics: Mapping[str, tuple[OnHost | float, float]]
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,14 @@ class StepOutput:
             count: what it is a mean over; pass the batch's `target_weight` to average it as the token loss is.
         """
         return replace(self.with_metric(name, mean, count), loss_sum=self.loss_sum + weight * count * mean)
+
+    def on_host(self) -> HostOutput:
+        """Its numbers on their way to the host. Asked for before the backward pass, they need not wait for that."""
+        metrics = {
+            name: (OnHost(total) if isinstance(total, Tensor) else total, count)
+            for name, (total, count) in self.metrics.items()
+        }
+        return HostOutput(OnHost(self.loss_sum), metrics)
 
     def with_metric(self, name: str, mean: Tensor, count: float) -> StepOutput:
         """Add a metric that is a mean over `count` things."""
@@ -110,6 +126,6 @@ class Task(ABC):
         return {name: total / count for name, (total, count) in sorted(sums.items()) if count}
 
 
-def as_float(value: Tensor | float) -> float:
+def as_float(value: Tensor | OnHost | float) -> float:
     """A scalar as a Python number."""
     return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)

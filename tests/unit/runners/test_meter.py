@@ -79,7 +79,7 @@ def test_metrics_are_means_over_what_they_count_not_means_of_means() -> None:
         StepOutput(torch.tensor(6.0), {"accuracy": (torch.tensor(3.0), 3), "only_here": (1.0, 4)}),
         StepOutput(torch.tensor(2.0), {"accuracy": (torch.tensor(0.0), 1), "nothing": (0.0, 0)}),
     ]
-    assert reduce_outputs(outputs) == (8.0, {"accuracy": 0.75, "only_here": 0.25})
+    assert reduce_outputs([output.on_host() for output in outputs]) == (8.0, {"accuracy": 0.75, "only_here": 0.25})
 
 
 def test_outputs_are_summed_over_ranks_in_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_outputs_are_summed_over_ranks_in_one_collective(monkeypatch: pytest.Mon
         return [2 * v for v in values]
 
     monkeypatch.setattr(meter.distributed, "sum_over_ranks", twice)
-    assert reduce_outputs([StepOutput(torch.tensor(6.0), {"a": (1.0, 4), "b": (2.0, 4)})]) == (
+    assert reduce_outputs([StepOutput(torch.tensor(6.0), {"a": (1.0, 4), "b": (2.0, 4)}).on_host()]) == (
         12.0,
         {"a": 0.25, "b": 0.5},
     )
