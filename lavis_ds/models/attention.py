@@ -29,6 +29,9 @@ _AUTO = ("flash_attention_3", "flash_attention_4", "flash_attention_2", "varlen"
 
 _OF_TRANSFORMERS = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
 
+_FLEX_OPTIONS = {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True}}
+"""Below 128 tokens it would take its kernel for decoding, which can't be had for every number of heads."""
+
 _NO_MASK = torch.empty(0, 0, 0, 0, device="cpu")
 """A mask of four axes is passed on as it is; for None, decoders would look at positions (waiting for the device) and,
 where these start again, build a mask."""
@@ -127,7 +130,7 @@ class Attention:
             return {"attention_mask": _NO_MASK, **boundaries(segment_ids_BT, embeds_BTD.device).options()}
         segment_ids_BT = segment_ids_BT.to(embeds_BTD.device, non_blocking=True)
         if self.kernel == "flex":
-            return {"attention_mask": _block_mask(segment_ids_BT)}
+            return {"attention_mask": _block_mask(segment_ids_BT), **_FLEX_OPTIONS}
         additive = embeds_BTD.dtype if self.kernel == "eager" else None
         return {"attention_mask": attention_mask(segment_ids_BT, additive)}
 
@@ -148,6 +151,8 @@ class Attention:
 
     def _causal(self, embeds_BTD: Tensor) -> dict[str, Any]:
         rows, length, _ = embeds_BTD.shape
+        if self.kernel == "flex":
+            return {"attention_mask": None, **_FLEX_OPTIONS}
         if not self.is_varlen or not self.packs:
             return {"attention_mask": None}
         if self.kernel == "varlen" or not self.runs(embeds_BTD):  # PyTorch's causal kernel is as good
