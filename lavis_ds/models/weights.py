@@ -158,6 +158,9 @@ class WeightsFolder(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._stored[name].read()
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored  # the inherited one would read the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
 

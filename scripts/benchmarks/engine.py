@@ -7,8 +7,8 @@ Steps: the same model, batches and DeepSpeed settings, in a loop of five lines w
 `scripts/train.py`; each in a process of its own, in turn, several times. Layers are not compiled in either. The loop
 has its batches ready in memory; the runner loads, counts, logs and checks.
 
-Checkpoints: `CheckpointWriter` against a plain write of as many bytes to the same disk, flushed both; and a resume
-against reading as many bytes, after the system has forgotten them.
+Checkpoints: `CheckpointWriter` against a plain write of as many bytes to the same disk, flushed both; and filling the
+engine against only reading the same files, in turn, each after the system has forgotten them. Medians of five.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -30,6 +31,8 @@ import yaml
 from scripts.benchmarks import training
 
 WARM_UP = 5
+TURNS = 5
+"""Of checkpoints."""
 PIECE = 16 * 2**20
 TEXT = {**training.TEXT, "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 4096,
@@ -138,12 +141,10 @@ def compare_checkpoints(cfg: Path, folder: Path) -> dict[str, Any]:
     cfg.write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "scripts.benchmarks.engine", "--saving", str(cfg)]
     found: dict[str, Any] = json.loads(output_of(command).splitlines()[-1])
-    size = found["bytes"]
-    plain = folder / "plain"
     piece = os.urandom(PIECE)
-    found["plain_write_s"] = timed(lambda: write_plainly(plain, size, piece))
-    forget([plain])
-    found["plain_read_s"] = timed(lambda: read_plainly(plain))
+    plain = folder / "plain"
+    times = [timed(lambda: write_plainly(plain, found["bytes"], piece)) for _ in range(TURNS)]
+    found["plain_write_s"] = statistics.median(times)
     plain.unlink()
     return {
         **found,
@@ -161,12 +162,19 @@ def saving(cfg: str) -> dict[str, Any]:
 
     class Timed(module.TrainRunner):
         def _save(self) -> None:
-            found["write_s"] = timed(super()._save)
             path = checkpoint_files.step_folder(self.job.checkpoints, self.state.step)
-            files = [file for file in path.rglob("*") if file.is_file()]
+            times: dict[str, list[float]] = {"write_s": [], "read_s": [], "plain_read_s": []}
+            for _ in range(TURNS):
+                shutil.rmtree(path, ignore_errors=True)
+                self.saved_step = -1
+                times["write_s"].append(timed(super()._save))
+                files = [file for file in path.rglob("*") if file.is_file()]
+                forget(files)
+                times["read_s"].append(timed(lambda: checkpoint.fill(path, self.engine)))
+                forget(files)
+                times["plain_read_s"].append(timed(lambda: read_plainly(*files)))  # noqa: B023
             found["bytes"] = sum(file.stat().st_size for file in files)
-            forget(files)
-            found["read_s"] = timed(lambda: checkpoint.fill(path, self.engine))
+            found.update({name: statistics.median(of_all) for name, of_all in times.items()})
 
     from lavis_ds import registry
     from lavis_ds.runners.launch import train
@@ -190,10 +198,11 @@ def write_plainly(path: Path, size: int, piece: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def read_plainly(path: Path) -> None:
-    with path.open("rb", buffering=0) as file:
-        while file.read(PIECE):
-            continue
+def read_plainly(*paths: Path) -> None:
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while file.read(PIECE):
+                continue
 
 
 def forget(paths: list[Path]) -> None:
@@ -206,6 +215,7 @@ def forget(paths: list[Path]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="6 M parameters in float32, for a CPU")
+    parser.add_argument("--only-checkpoints", action="store_true")
     parser.add_argument("--stage", type=int, default=2, choices=range(4))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--turns", type=int, default=2)
@@ -228,7 +238,7 @@ def main() -> None:
             **training.machine(),
             "stage": arguments.stage,
             "small": arguments.small,
-            "steps": compare_steps(cfg, arguments),
+            **({} if arguments.only_checkpoints else {"steps": compare_steps(cfg, arguments)}),
             "checkpoints": compare_checkpoints(cfg, Path(name)),
         }
     print(json.dumps(result, indent=1))

@@ -38,7 +38,8 @@ def test_tables() -> None:
 
 
 def test_runs_of_one_gpu_go_side_by_side() -> None:
-    arguments = argparse.Namespace(models=["2B", "8B"], stages=["ZeRO-1", "ZeRO-2", "ZeRO-3"], at_once=2)
+    stages = ["ZeRO-1", "ZeRO-2", "ZeRO-3"]
+    arguments = argparse.Namespace(models=["2B", "8B"], stages=stages, at_once=2, gpus=[1, 2])
     jobs = [[run.job for run in together] for together in multi_gpu.runs(arguments)]
     assert jobs[:3] == [["2b_zero1_x1", "2b_zero2_x1"], ["2b_zero3_x1"], ["2b_zero1_x2"]]
     assert len(jobs) == 2 + 3 + 3, "the 8B has no room on one GPU"
