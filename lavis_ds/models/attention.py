@@ -30,7 +30,11 @@ _AUTO = ("flash_attention_3", "flash_attention_4", "flash_attention_2", "varlen"
 _OF_TRANSFORMERS = {"sdpa": "sdpa", "eager": "eager", "flex": "flex_attention"}
 
 _FLEX_OPTIONS = {"kernel_options": {"FORCE_USE_FLEX_ATTENTION": True}}
-"""Below 128 tokens it would take its kernel for decoding, which can't be had for every number of heads."""
+"""Rows below 128 tokens would get its kernel for decoding, for which there is no size of blocks (NoValidChoicesError)
+where queries times the query heads of a key head exceed 128.
+
+Source: https://github.com/pytorch/pytorch/blob/v2.11.0/torch/_inductor/kernel/flex/flex_decoding.py
+"""
 
 _NO_MASK = torch.empty(0, 0, 0, 0, device="cpu")
 """A mask of four axes is passed on as it is; for None, decoders would look at positions (waiting for the device) and,

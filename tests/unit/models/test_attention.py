@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lavis_ds.batch import PADDING_SEGMENT, SEGMENT_STRIDE
@@ -117,6 +118,33 @@ def test_packed_rows_see_their_own_sample_alone(make: Make) -> None:
     packed = model(model.embed(ids), positions, segments)
     alone = model(model.embed(ids[:1, 7:19]), torch.arange(12)[None])
     torch.testing.assert_close(packed[:1, 7:19], alone, atol=1e-5, rtol=1e-5)  # measured 2e-6
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+@pytest.mark.parametrize("layout", [*LAYOUTS, None])
+def test_flex_equals_eager_and_is_told_not_to_decode(
+    make: Make, there: Callable[..., None], monkeypatch: pytest.MonkeyPatch, layout: str | None
+) -> None:
+    """In every layer, since its kernel for decoding refuses some short rows on a GPU. Here nothing is compiled."""
+    there("flex")
+    told = []
+
+    def uncompiled(*tensors: Any, training: bool, **options: Any) -> Any:
+        told.append(options["kernel_options"])
+        return flex_attention(*tensors, **options)
+
+    def mask_uncompiled(*given: Any, **options: Any) -> Any:
+        return create_block_mask(*given, **options | {"_compile": False})
+
+    monkeypatch.setattr("transformers.integrations.flex_attention.compile_friendly_flex_attention", uncompiled)
+    monkeypatch.setattr("transformers.masking_utils.create_block_mask", mask_uncompiled)
+    ids, positions, segments = rows(layout or "packed")
+    given = (positions, segments) if layout else (torch.arange(ids.shape[1]).expand_as(ids),)
+    with torch.no_grad():  # on a CPU it has no backward pass
+        ours, expected = (model(model.embed(ids), *given) for model in (make("flex"), make("eager")))
+    real = segments != PADDING_SEGMENT
+    torch.testing.assert_close(ours[real], expected[real], atol=1e-5, rtol=1e-5)  # measured 0, and 2e-6 of SDPA
+    assert told == [{"FORCE_USE_FLEX_ATTENTION": True}] * 2
 
 
 class LargestTensor(TorchDispatchMode):

@@ -45,8 +45,9 @@ def test_no_package_is_looked_for_by_the_name_of_our_kernel(
         return found
 
     monkeypatch.setattr(qwen_vl_export, "target", target)
-    _, agreements = exported(qwen_vl("qwen3_vl"))
+    folder, agreements = exported(qwen_vl("qwen3_vl"))
     assert all(a.logits < 3e-6 for a in agreements)
+    assert not [path for path in folder.glob("*.json") if "lavis_ds" in path.read_text()]
 
 
 def test_its_processor_takes_videos(qwen_vl: Callable[[str], Tree], exported: Exported) -> None:
