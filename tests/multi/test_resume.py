@@ -26,7 +26,8 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CASES = [
-    *((2, engine) for engine in ("zero0", "zero1", "zero2", "zero3", "torch")),
+    *((2, engine) for engine in ("zero2", "zero3", "torch")),
+    *(pytest.param(2, engine, marks=pytest.mark.slow) for engine in ("zero0", "zero1")),
     *(pytest.param(1, engine, marks=pytest.mark.slow) for engine in ("zero0", "zero1", "zero2", "zero3", "torch")),
 ]
 
