@@ -20,13 +20,13 @@ import errno
 import json
 import os
 import shutil
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from lavis_ds.errors import CheckpointError
+from lavis_ds.runners import checksums
+from lavis_ds.runners.checksums import Content
 
 COMPLETE = "COMPLETE"
 LOSS_SCALE = "loss_scale.json"
@@ -35,7 +35,6 @@ FORMAT = 2
 """Of the layout above; 1 held DeepSpeed's own shards."""
 
 _PARTIAL = ".partial_"
-_READERS, _BLOCK_BYTES = 8, 2**24
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -108,27 +107,6 @@ class Keep(NamedTuple):
         others = [path for path in paths if path != newest]
         old = others[: max(0, len(others) + 1 - self.last)]
         return [p for p in old if step_of(p) != self.best_step and (self.every is None or step_of(p) % self.every)]
-
-
-class Content(NamedTuple):
-    """What a file must hold."""
-
-    bytes: int
-    crc32: int
-
-
-def contents(root: Path, names: Iterable[str]) -> dict[str, Content]:
-    """Size and checksum of files, by name relative to `root`; several are read at a time."""
-    with ThreadPoolExecutor(_READERS) as readers:  # zlib lets other threads run
-        return dict(zip(names, readers.map(lambda name: _content(root / name), names), strict=True))
-
-
-def _content(path: Path) -> Content:
-    total = checksum = 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK_BYTES):
-            total, checksum = total + len(block), zlib.crc32(block, checksum)
-    return Content(total, checksum)
 
 
 def flush(paths: Iterable[Path]) -> None:
@@ -239,17 +217,7 @@ def is_ours(manifest: Mapping[str, Any]) -> bool:
 
 def changed(path: Path, manifest: Mapping[str, Any], names: Iterable[str]) -> list[str]:
     """Those files of a checkpoint that no longer hold what was written, or can't be read, by reading them."""
-    expected = {name: Content(**manifest["files"][name]) for name in names}
-    with ThreadPoolExecutor(_READERS) as readers:
-        found = readers.map(lambda name: _content_if_readable(path / name), expected)
-        return [name for name, content in zip(expected, found, strict=True) if content != expected[name]]
-
-
-def _content_if_readable(path: Path) -> Content | None:
-    try:
-        return _content(path)
-    except OSError:  # a bad sector, for one
-        return None
+    return checksums.changed(path, {name: Content(**manifest["files"][name]) for name in names})
 
 
 def find(folder: Path, *, before: Path | None = None) -> tuple[Path | None, list[str]]:

@@ -6,6 +6,7 @@ import json
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,8 +24,9 @@ from lavis_ds.errors import CheckpointError
 from lavis_ds.models import frozen
 from lavis_ds.models.frozen import Frozen
 from lavis_ds.models.weights import save_weights
-from lavis_ds.runners import checkpoint_files
-from lavis_ds.runners.checkpoint_files import Content, Keep
+from lavis_ds.runners import checkpoint_files, checksums
+from lavis_ds.runners.checkpoint_files import Keep
+from lavis_ds.runners.checksums import Content
 from lavis_ds.runners.state import TrainState
 
 ResultT = TypeVar("ResultT")
@@ -56,25 +58,30 @@ class _Content:
 
     def write(self, folder: Path, rank: int) -> dict[str, Content]:
         """Write the files of this rank; returns what they must hold from now on."""
-        try:
-            fragments.write(self.fragments, folder / "optimizer", rank)
-            save_weights(self.weights, folder / "weights", write=rank == 0)
-        finally:
-            for _ in self.weights:  # where gathering them needs all ranks, none may leave early
-                continue
+        own = f"rank_{rank:05d}"
+        with ThreadPoolExecutor(1) as beside:  # the disk is busy while weights are gathered and checksums are read
+            try:
+                fragments.write(self.fragments, folder / "optimizer", rank)
+                early = beside.submit(checkpoint_files.flush, sorted((folder / "optimizer").glob(f"{own}_*")))
+                save_weights(self.weights, folder / "weights", write=rank == 0)
+            finally:
+                for _ in self.weights:  # where gathering them needs all ranks, none may leave early
+                    continue
+            self._write_small(folder, rank)
+            names = [n for n in checkpoint_files.written(folder) if own in n or (rank == 0 and "rank_" not in n)]
+            paths = [folder / name for name in names]
+            late = beside.submit(checkpoint_files.flush, [*paths, *{path.parent for path in paths}])
+            found = checksums.contents(folder, names)  # read again while the system has them in memory
+            for flushed in (early, late):  # an error of the disk is told but once
+                flushed.result()
+        return found
+
+    def _write_small(self, folder: Path, rank: int) -> None:
         if rank == 0 and self.left_out:
             frozen.write(folder / "weights", self.left_out)
         torch.save(dict(self.rng), folder / checkpoint_files.rng_file(rank))
         for name, text in self.texts.items():
             (folder / name).write_text(text)
-        own = f"rank_{rank:05d}"
-        names = [
-            name for name in checkpoint_files.written(folder) if own in name or (rank == 0 and "rank_" not in name)
-        ]
-        found = checkpoint_files.contents(folder, names)  # read again while the system has them in memory
-        paths = [folder / name for name in names]
-        checkpoint_files.flush([*paths, *{path.parent for path in paths}])
-        return found
 
 
 class CheckpointWriter:

@@ -15,7 +15,7 @@ import torch
 from lavis_ds import distributed
 from lavis_ds.cli import main
 from lavis_ds.config.load import load
-from lavis_ds.runners import checkpoint_files, job, preflight
+from lavis_ds.runners import checkpoint_files, checksums, job, preflight
 from lavis_ds.runners.train import TrainRunner
 from tests.tiny_project import make_project
 
@@ -89,7 +89,7 @@ def make_checkpoint() -> Callable[..., Path]:
         partial = checkpoint_files.begin(final)
         (partial / "optimizer" / "shard.pt").write_bytes(b"x" * 100)
         (partial / "train_state.json").write_text("{}")
-        files = checkpoint_files.contents(partial, checkpoint_files.written(partial))
+        files = checksums.contents(partial, checkpoint_files.written(partial))
         checkpoint_files.finish(
             partial, final, {"engine": "torch"}, {}, checkpoint_files.Keep(keep_last, **keep), files
         )

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lavis_ds.errors import CheckpointError
-from lavis_ds.runners import checkpoint_files
+from lavis_ds.runners import checkpoint_files, checksums
 from lavis_ds.runners.checkpoint_files import Keep, complete_ones
 from lavis_ds.runners.checkpoint_writer import CheckpointWriter
 from tests.unit.runners.test_checkpoint import Engine, state
@@ -97,6 +97,27 @@ def test_a_disk_that_only_finds_out_when_it_must_write_is_an_error(
     assert not list(tmp_path.glob(".partial*"))
 
 
+@pytest.mark.parametrize("name", ["rank_00000_00000.safetensors", "model.safetensors"])
+def test_an_error_that_the_disk_tells_once_is_not_missed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux says no more of it at the next flush of the same file."""
+    save(tmp_path, 2, Keep(1))
+    told: list[str] = []
+
+    def bad_sector(handle: int) -> None:
+        path = Path(os.readlink(f"/proc/self/fd/{handle}"))
+        if path.name == name and not told:
+            told.append(path.name)
+            raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", bad_sector)
+    with pytest.raises(CheckpointError, match="Input/output error"):
+        save(tmp_path, 4, Keep(1))
+    assert told == [name]
+    assert [path.name for path in complete_ones(tmp_path)] == ["step_00000002"]
+
+
 def test_file_systems_that_can_not_flush_folders_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def files_only(handle: int) -> None:
         if Path(os.readlink(f"/proc/self/fd/{handle}")).is_dir():
@@ -138,7 +159,7 @@ def test_a_background_thread_that_fails_for_any_reason_makes_no_checkpoint(
     def broken(*_: Any) -> None:
         raise MemoryError
 
-    monkeypatch.setattr(checkpoint_files, "contents", broken)
+    monkeypatch.setattr(checksums, "contents", broken)
     writer.begin(state(4), "", Keep(1), {})
     with pytest.raises(CheckpointError, match="rank 0: the checkpoint could not be written: MemoryError"):
         writer.finish()
@@ -149,12 +170,12 @@ def test_a_file_that_can_not_be_read_back_is_damaged(
     tmp_path: Path, make_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = make_checkpoint(tmp_path, 4)
-    manifest, read = checkpoint_files.verify(path), checkpoint_files._content
+    manifest, read = checkpoint_files.verify(path), checksums._piece
 
-    def bad_sector(file: Path) -> Any:
+    def bad_sector(file: Path, start: int) -> Any:
         if file.name == "shard.pt":
             raise OSError(errno.EIO, "Input/output error")
-        return read(file)
+        return read(file, start)
 
-    monkeypatch.setattr(checkpoint_files, "_content", bad_sector)
+    monkeypatch.setattr(checksums, "_piece", bad_sector)
     assert checkpoint_files.changed(path, manifest, manifest["files"]) == ["optimizer/shard.pt"]

@@ -18,13 +18,13 @@ from lavis_ds.runners.checkpoint_files import (
     begin,
     changed,
     complete_ones,
-    contents,
     find,
     finish,
     step_folder,
     verify,
     written,
 )
+from lavis_ds.runners.checksums import contents
 
 Make = Callable[..., Path]
 

@@ -16,7 +16,7 @@ from lavis_ds.engines.base import persistent_buffers, saved_parameters
 from lavis_ds.models.base import Model
 from lavis_ds.models.skeleton import skeleton
 from lavis_ds.models.weights import save_weights
-from lavis_ds.runners import build, checkpoint_files
+from lavis_ds.runners import build, checkpoint_files, checksums
 from lavis_ds.runners.export import check, reload
 from lavis_ds.runners.export.export import export
 from tests.tiny_project import WORDS, make_project
@@ -109,7 +109,7 @@ def make_checkpoint(tmp_path: Path) -> Callable[..., Path]:
         tensors = [*saved_parameters(model), *persistent_buffers(model)]
         save_weights(((name, tensor.to(dtype)) for name, tensor in tensors), partial / "weights")
         (partial / "config.yaml").write_text(to_yaml(config))
-        files = checkpoint_files.contents(partial, checkpoint_files.written(partial))
+        files = checksums.contents(partial, checkpoint_files.written(partial))
         checkpoint_files.finish(partial, final, {}, {}, checkpoint_files.Keep(1), files)
         return tmp_path / "run"
 
