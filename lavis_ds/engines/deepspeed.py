@@ -16,7 +16,7 @@ from lavis_ds import distributed
 from lavis_ds.batch import Batch
 from lavis_ds.config.schema import RunConfig
 from lavis_ds.engines import ds_config, ds_fragments, ds_partition, ds_speed
-from lavis_ds.engines.base import StepResult, every, fill_weights, persistent_buffers, saved_parameters, weight_of
+from lavis_ds.engines.base import StepResult, every, persistent_buffers, saved_parameters, weight_of
 from lavis_ds.engines.ds_bundles import Bundles
 from lavis_ds.engines.fragments import Fragment, StoredFragments, restore
 from lavis_ds.models.parts import match_constants
@@ -64,8 +64,13 @@ class DeepSpeedEngine:
         self.is_sharded = self._stage == 3 and self.data_parallel_size > 1
         self._rounds_masters = run.optimizer.stochastic_rounding
         self.trained = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
-        layers = ds_speed.gather_by_layer(module, zero, deepspeed.utils.set_z3_leaf_modules) if self._stage == 3 else []
+        if self._stage == 3:
+            layers = ds_speed.gather_by_layer(module, zero, deepspeed.utils.set_z3_leaf_modules)
+        else:
+            layers = ds_speed.whole_layers(module) if self._stage else []
         self.bundles = Bundles(module, layers if ds_speed.can_bundle(run, zero) else [], groups)
+        if self._stage == 3:
+            self.bundles.collect_by_layer()
         optimizer = _optimizer(self.bundles.groups, run, self._settings)
         settings = _settings_with(optimizer, self._settings)
         by_muon = {id(p) for group in groups if group.get("uses_muon") for p in group["params"]}
@@ -93,10 +98,13 @@ class DeepSpeedEngine:
         if self._stage == 0 and self.data_parallel_size == 1:
             self._engine.enable_backward_allreduce = False  # it copies all gradients to and fro, for one rank too
         ds_speed.look_at_gradients_together(self._engine.optimizer)
-        ds_speed.be_brief(self._settings, deepspeed.utils, deepspeed.get_accelerator())
+        ds_speed.scale_in_update(self._engine.optimizer, optimizer)
+        ds_speed.be_brief(self._settings, deepspeed.utils, deepspeed.runtime.zero, deepspeed.get_accelerator())
         if self._stage == 3:
-            ds_speed.remember_parameters(layers, _USE_PARAMETERS)
+            ds_speed.remember_parameters([module, *layers], _USE_PARAMETERS)
             self.bundles.follow(self._engine.optimizer.parameter_offload.get_param_coordinator())
+        elif self._stage:
+            self.bundles.stay(self._engine.optimizer)
         self.module: nn.Module = self._engine.module
         self._fill_masters(exact)
         match_constants(self.module)  # DeepSpeed casts parameters alone
@@ -194,19 +202,18 @@ class DeepSpeedEngine:
         return optimizer.loss_scaler if hasattr(optimizer, "loss_scaler") else optimizer.loss_scale_config
 
     def _fill_weights(self, weights: Mapping[str, Tensor], kept: Container[str]) -> None:
-        if self._stage < 3:
-            fill_weights(self.module, weights, kept)
-            return
+        is_sharded = self._stage == 3
         for name, parameter in saved_parameters(self.module):
             members = [member for member in self.bundles.members(name, parameter) if member.name not in kept]
             if not members:
                 continue
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                for member in members if self.data_parallel_rank == 0 else ():
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0, enabled=is_sharded):
+                for member in members if self.data_parallel_rank == 0 or not is_sharded else ():
                     own = member.of(parameter)
                     own.copy_(weight_of(weights, member.name, own.shape))
         for name, buffer in persistent_buffers(self.module):
-            buffer.copy_(weight_of(weights, name, buffer.shape))
+            if name not in kept:
+                buffer.copy_(weight_of(weights, name, buffer.shape))
 
     def full_tensors(self, wanted: Callable[[str], bool] = every) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in saved_parameters(self.module):

@@ -1,10 +1,10 @@
-"""Bundles: the parameters of a layer that train alike are one parameter to ZeRO-3.
+"""Bundles: the parameters of a layer that train alike are one parameter to ZeRO.
 
 DeepSpeed does some work on the host for each parameter, several times a step: gathering it, letting go of it, reducing
 its gradient. For the dozen parameters of a layer that takes longer than a fast GPU takes for the layer. A bundle holds
 them end to end, as the flat parameters of FSDP do (https://arxiv.org/abs/2304.11277). Its members stay the parameters
-that modules compute with, and autograd keeps, but DeepSpeed doesn't see them: while the bundle is gathered they are
-views of it, and otherwise empty.
+that modules compute with, and autograd keeps, but DeepSpeed doesn't see them: while the bundle is gathered (with ZeRO-1
+and 2, always) they are views of it, and otherwise empty.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -91,12 +92,13 @@ class Bundle:
             member.parameter.data = nothing
 
     def collect_gradient(self) -> None:
-        """Give the members' gradients to the bundle."""
+        """Give the members' gradients to the bundle, on top of what it has from earlier micro-batches."""
         gradients = [member.parameter.grad for member in self.members]
         if any(gradient is not None for gradient in gradients):
             found = zip(self.members, gradients, strict=True)
-            new = [self.flat.new_zeros(m.shape.numel()) if g is None else g.flatten() for m, g in found]
-            self.flat.grad = torch.cat(new)
+            parts = [self.flat.new_zeros(m.shape.numel()) if g is None else g.flatten() for m, g in found]
+            new = torch.cat(parts)
+            self.flat.grad = new if self.flat.grad is None else self.flat.grad.add_(new)
         for member in self.members:
             member.parameter.grad = None
 
@@ -106,7 +108,7 @@ class Bundles:
 
     Args:
         module: the model, before DeepSpeed sees it. Members are no longer among its `named_parameters`.
-        layers: those that are gathered at once, none inside another.
+        layers: those whose parameters go into bundles, none inside another.
         groups: parameter groups of the optimizer.
 
     Attributes:
@@ -122,7 +124,6 @@ class Bundles:
         for layer in layers:
             for owned in _alike(layer, num_owners, group_of):
                 self._add(layer, owned, names)
-            _collect_gradients(layer, self._of_layer.get(layer, ()))
         self.groups = [{**group, "params": list(self._with_bundles(group["params"]))} for group in groups]
 
     def of(self, parameter: nn.Parameter) -> Bundle | None:
@@ -144,8 +145,51 @@ class Bundles:
             if start < stop:
                 yield member.name, (start - member.start, values[start - first : stop - first])
 
+    def collect_by_layer(self) -> None:
+        """With ZeRO-3: let bundles have their gradient before DeepSpeed, which hooks onto layers later, reduces it."""
+        for layer, bundles in self._of_layer.items():
+            trained = [bundle for bundle in bundles if bundle.flat.requires_grad]
+            if trained:
+                layer.register_full_backward_hook(partial(_collect, trained))
+
+    def stay(self, optimizer: Any) -> None:
+        """With ZeRO-1 and 2: members are views from now on. DeepSpeed learns of a bundle's gradient when all have one.
+
+        Where some were not used, that is the end of the backward pass.
+
+        Args:
+            optimizer: DeepSpeed's.
+        """
+        if not self._of_flat:
+            return
+        state, arrived = optimizer._backward_hook_state, dict[int, int]()
+        at_the_end = state.run_grad_acc_post_hooks
+
+        def arrive(bundle: Bundle, _: Tensor) -> None:
+            state.queue_post_backward_callback()  # DeepSpeed does so for the first parameter that it sees
+            arrived[id(bundle.flat)] = arrived.get(id(bundle.flat), 0) + 1
+            if arrived[id(bundle.flat)] == len(bundle.members):
+                give(bundle)
+
+        def give(bundle: Bundle) -> None:
+            del arrived[id(bundle.flat)]
+            bundle.collect_gradient()
+            for hook in tuple(bundle.flat._post_accumulate_grad_hooks.values()):
+                hook(bundle.flat)
+
+        def give_the_rest() -> None:
+            for key in tuple(arrived):
+                give(self._of_flat[key])
+            at_the_end()
+
+        state.run_grad_acc_post_hooks = give_the_rest
+        for bundle in self._of_flat.values():
+            bundle.show()
+            for member in bundle.members if bundle.flat.requires_grad else ():
+                member.parameter.register_post_accumulate_grad_hook(partial(arrive, bundle))  # type: ignore[no-untyped-call]
+
     def follow(self, coordinator: Any) -> None:
-        """Show members whenever DeepSpeed has gathered their layer, and hide them when it has let go of it.
+        """With ZeRO-3: show members whenever DeepSpeed has gathered their layer, and hide them when it lets go of it.
 
         Args:
             coordinator: its `PartitionedParameterCoordinator`.
@@ -204,16 +248,9 @@ def _alike(layer: nn.Module, num_owners: Mapping[int, int], group_of: Mapping[in
     return [owned for owned in found.values() if len(owned) > 1]
 
 
-def _collect_gradients(layer: nn.Module, bundles: Iterable[Bundle]) -> None:
-    """Do so before DeepSpeed, which is going to hook onto the layer too, reduces them."""
-    trained = [bundle for bundle in bundles if bundle.flat.requires_grad]
-
-    def collect(*_: Any) -> None:
-        for bundle in trained:
-            bundle.collect_gradient()
-
-    if trained:
-        layer.register_full_backward_hook(collect)
+def _collect(bundles: Iterable[Bundle], *_: Any) -> None:
+    for bundle in bundles:
+        bundle.collect_gradient()
 
 
 def _hide(bundles: Iterable[Bundle]) -> None:

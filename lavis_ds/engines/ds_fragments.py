@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lavis_ds import distributed
-from lavis_ds.engines.ds_bundles import Bundles
+from lavis_ds.engines.ds_bundles import Bundles, Member
 from lavis_ds.engines.fragments import Fragment, held_stretch, whole
 from lavis_ds.optim.master_adamw import MasterAdamW
 from lavis_ds.optim.muon import Piece
@@ -69,28 +69,33 @@ def _flats(optimizer: Any) -> list[Tensor]:
 def _places(named: Named, optimizer: Any, bundles: Bundles) -> Iterator[_Place]:
     if hasattr(optimizer, "fp32_partitioned_groups_flat"):
         return _partitioned(named, optimizer, bundles)
-    return _flattened(named)
+    return _flattened(named, bundles)
 
 
 def _partitioned(named: Named, optimizer: Any, bundles: Bundles) -> Iterator[_Place]:
     """ZeRO-3: each parameter, or bundle, is cut into as many stretches as there are ranks, the last ones padded."""
     for name, parameter in named:
         group, offset, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
-        first = distributed.global_rank() * parameter.partition_numel()
-        for member in bundles.members(name, parameter):
-            start, stop = max(first, member.start), min(first + parameter.partition_numel(), member.stop)
-            if start < stop:
-                place = offset + start - first
-                yield _Place(member.name, member.shape, start - member.start, group, place, stop - start)
+        numel = parameter.partition_numel()
+        yield from _held(bundles.members(name, parameter), distributed.global_rank() * numel, numel, group, offset)
 
 
-def _flattened(named: Named) -> Iterator[_Place]:
-    """Below ZeRO-3: a group's parameters end to end, cut at any place."""
+def _flattened(named: Named, bundles: Bundles) -> Iterator[_Place]:
+    """Below ZeRO-3: a group's parameters and bundles end to end, cut at any place."""
     for name, parameter in named:
         mapping = parameter._hp_mapping
-        if mapping is not None:  # else none of it is on this rank
-            at, held = mapping.lp_fragment_address, mapping.hp_fragment_address
-            yield _Place(name, parameter.shape, at.start, mapping.param_group_index, held.start, held.numel)
+        if mapping is None:  # none of it is on this rank
+            continue
+        first, held = mapping.lp_fragment_address.start, mapping.hp_fragment_address
+        yield from _held(bundles.members(name, parameter), first, held.numel, mapping.param_group_index, held.start)
+
+
+def _held(members: Iterable[Member], first: int, numel: int, group: int, offset: int) -> Iterator[_Place]:
+    """Of members, what lies in a stretch of their bundle, which stands at `offset` of a partition."""
+    for member in members:
+        start, stop = max(first, member.start), min(first + numel, member.stop)
+        if start < stop:
+            yield _Place(member.name, member.shape, start - member.start, group, offset + start - first, stop - start)
 
 
 def _flat(named: Named, optimizer: Any, base: torch.optim.Optimizer, bundles: Bundles) -> Iterator[Fragment]:

@@ -18,7 +18,7 @@ _KEPT = (
     "aten.mm", "aten.addmm", "aten._scaled_mm", "aten._grouped_mm", "transformers.grouped_mm_fallback",
     "aten._scaled_dot_product_flash_attention", "aten._scaled_dot_product_efficient_attention",
     "aten._scaled_dot_product_cudnn_attention", "aten._scaled_dot_product_flash_attention_for_cpu",
-    "torch_attn._varlen_attn", "flash_attn._flash_attn_varlen_forward", "flash_attn_3.fwd",
+    "aten._flash_attention_forward", "flash_attn._flash_attn_varlen_forward", "flash_attn_3.fwd",
     "flash_attn_3._flash_attn_forward",
 )  # fmt: skip
 """Operators that `selective` does not run twice: linear layers, experts, and attention kernels that build no scores."""

@@ -29,7 +29,7 @@ from PIL import Image
 
 from lavis_ds.data.tokenizer import train_tokenizer
 
-WARM_UP = 6
+WARM_UP = 16
 TEXT = {
     "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
     "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 262_144,
@@ -166,7 +166,7 @@ def parser_of(text: str | None, ways: Iterable[str]) -> argparse.ArgumentParser:
     """What the benchmarks of whole runs ask for."""
     parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=ways, default=list(ways))
-    parser.add_argument("--steps", type=int, default=26)
+    parser.add_argument("--steps", type=int, default=46)
     parser.add_argument("--pack-length", type=int, default=8192)
     parser.add_argument("--samples", type=int, default=1600)
     parser.add_argument("--workers", type=int, default=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -230,6 +231,42 @@ def test_towers_run_pictures_in_one_call(hidden: int, heads: int) -> None:
     (expected, _), (found, names) = made("eager"), made("varlen")
     assert error(found, expected) < 0.02
     assert any("flash_fwd" in name for name in names), sorted(names)
+
+
+def test_pictures_of_one_size_run_cudnns_kernel() -> None:
+    """Compiled, with one graph for batches of any number of pictures, and one for pictures of several sizes."""
+    require("varlen")
+    if torch.cuda.get_device_capability()[0] < 9:
+        pytest.skip("this GPU runs FlashAttention for all pictures")
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    shape = {"depth": 3, "hidden_size": 256, "num_heads": 4, "intermediate_size": 512, "out_hidden_size": 128}
+
+    def run(part: QwenVLTower, patches: Tensor, grids: Tensor) -> list[Tensor]:
+        part.zero_grad()
+        part(patches, grids)[0].float().sin().sum().backward()
+        return [p.grad.clone() for p in part.parameters() if p.grad is not None]
+
+    def made(kernel: str) -> QwenVLTower:
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("qwen3_vl_vision", **shape, deepstack_visual_indexes=[1], initializer_range=0.05)
+        model = Qwen3VLVisionModel._from_config(config).cuda().bfloat16()
+        return QwenVLTower(model, (0.5,) * 3, (0.5,) * 3, choose(kernel, "model.vision.attention")).cuda()
+
+    ours, plain, reference, results = made("auto"), made("varlen"), made("eager").float(), list[list[Tensor]]()
+    for block in ours.tower.blocks:
+        block.compile(dynamic=True, fullgraph=True)
+    for sizes in ([[1, 28, 28]] * 3, [[1, 28, 28]] * 5, [[1, 28, 28], [1, 20, 16]], [[2, 20, 16]]):
+        grids = torch.tensor(sizes)
+        num_patches = int(grids.prod(-1).sum())
+        patches = torch.randint(0, 255, (num_patches, ours.patch_elements), dtype=torch.uint8, device="cuda")
+        names = kernels_of(partial(lambda *batch: results.append(run(ours, *batch)), patches, grids))
+        others, exact = run(plain, patches, grids), run(reference, patches, grids)
+        for gradient, other, expected in zip(results[-1], others, exact, strict=True):
+            assert error(gradient, expected) < max(TOLERANCE, 2 * error(other, expected))
+        is_uniform = len({(height, width) for _, height, width in sizes}) == 1  # `kernels_of` runs it twice
+        assert any("cudnn" in name for name in names) == is_uniform, sorted(names)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 4  # the first block's input is a view
 
 
 def test_one_graph_for_all_layers_and_packs() -> None:

@@ -69,6 +69,7 @@ class _Losses(torch.autograd.Function):
         size: int,
         needs_gradients: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        context.dtypes = [None if t is None else t.dtype for t in (hidden_KD, weight_VD, bias_V)]
         hidden_KD, weight_VD, bias_V = _cast(hidden_KD, weight_VD, bias_V)
         needs_hidden, needs_weight, needs_bias = (needs_gradients and n for n in context.needs_input_grad[:3])
         grad_hidden_KD = torch.empty_like(hidden_KD) if needs_hidden else None
@@ -89,7 +90,7 @@ class _Losses(torch.autograd.Function):
             if grad_hidden_KD is not None:
                 torch.mm(grad_CV, weight_VD, out=grad_hidden_KD[chunk])
             if grad_weight_VD is not None:
-                grad_weight_VD += grad_CV.T @ hidden_CD
+                _add_product(grad_weight_VD, grad_CV.T, hidden_CD)
             if grad_bias_V is not None:
                 grad_bias_V += grad_CV.sum(0, dtype=torch.float32)
         context.gradients = grad_hidden_KD, grad_weight_VD, grad_bias_V
@@ -98,9 +99,25 @@ class _Losses(torch.autograd.Function):
 
     @staticmethod
     def backward(context: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias = (None if found is None else found.mul_(grad) for found in context.gradients)
-        context.gradients = None  # they are scaled in place, so a second pass would be wrong
+        pairs = zip(context.gradients, context.dtypes, strict=True)
+        hidden, weight, bias = (None if found is None else _scaled(found, grad, dtype) for found, dtype in pairs)
+        context.gradients = None  # they may be scaled in place, so a second pass would be wrong
         return hidden, weight, bias, None, None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """`total` (float32) plus their product, which CUDA does not round to 16 bits before."""
+    if left.is_cuda and left.dtype != torch.float32:
+        torch.addmm(total, left, right, torch.float32, out=total)
+    else:
+        total += left @ right
+
+
+def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Times `factor`, and in `dtype`, in one pass."""
+    if gradient.dtype == dtype:
+        return gradient.mul_(factor)
+    return torch.mul(gradient, factor, out=torch.empty_like(gradient, dtype=dtype))
 
 
 def _losses(logits_CV: Tensor, labels_C: Tensor, factors_C: Tensor, needs_gradients: bool) -> tuple[Tensor, Tensor]:

@@ -44,8 +44,6 @@ def there(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Say which kernels this machine has."""
 
     def have(*kernels: str) -> None:
-        if "varlen" in kernels:
-            pytest.importorskip("torch.nn.attention.varlen")
         monkeypatch.setattr(attention, "load", lambda _: None)
         found = {*kernels, "sdpa", "eager"}
         monkeypatch.setattr(attention, "missing", lambda kernel: None if kernel in found else f"no {kernel} here")
