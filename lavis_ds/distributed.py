@@ -7,12 +7,15 @@ import re
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lavis_ds.errors import ConfigError
+from lavis_ds.on_host import OnHost
 
 ObjectT = TypeVar("ObjectT")
 
@@ -94,13 +97,61 @@ def barrier() -> None:
         dist.barrier()
 
 
+class RankSums:
+    """Element-wise sums over all ranks, in float64, so that counts stay exact.
+
+    On GPUs nothing waits for them but who reads them: the host for what was queued when they were asked for, and not
+    for what was queued since; the device where `on_device` is called.
+
+    Args:
+        values: numbers, and scalars on this rank's device; as many on all ranks.
+    """
+
+    def __init__(self, values: Sequence[float | Tensor]) -> None:
+        self._sums = _vector(values)
+        self._work: Any = None
+        if world_size() > 1 and self._sums.is_cuda:
+            self._work = dist.all_reduce(self._sums, async_op=True)
+            with torch.cuda.stream(_side_stream()):
+                self._work.wait()  # on the GPU: this stream for NCCL's
+                self._on_host = OnHost(self._sums)
+            return
+        if world_size() > 1:
+            dist.all_reduce(self._sums)
+        self._on_host = OnHost(self._sums)
+
+    def on_device(self, index: int) -> Tensor:
+        """One of them, a scalar on this rank's device."""
+        if self._work is not None:
+            self._work.wait()
+        return self._sums[index]
+
+    def tolist(self) -> list[float]:
+        """All of them."""
+        return [float(value) for value in self._on_host.tensor().tolist()]
+
+
 def sum_over_ranks(values: Sequence[float]) -> list[float]:
     """Element-wise sums over all ranks, in float64, so that counts stay exact."""
-    if world_size() == 1:
-        return list(values)
-    tensor = torch.tensor(values, dtype=torch.float64, device=device())
-    dist.all_reduce(tensor)
-    return [float(value) for value in tensor.tolist()]
+    return list(values) if world_size() == 1 else RankSums(values).tolist()
+
+
+def _vector(values: Sequence[float | Tensor]) -> Tensor:
+    """(values,) float64, on the CPU unless a rank's GPU must add them up or has some of them."""
+    numbers = torch.tensor([0.0 if isinstance(v, Tensor) else v for v in values], dtype=torch.float64)
+    scalars = [value for value in values if isinstance(value, Tensor)]
+    if world_size() > 1 or any(scalar.is_cuda for scalar in scalars):
+        numbers = numbers.pin_memory().to(device(), non_blocking=True) if torch.cuda.is_available() else numbers
+    if not scalars:
+        return numbers
+    pairs = zip(values, numbers.unbind(), strict=True)
+    return torch.stack([value.detach().double() if isinstance(value, Tensor) else number for value, number in pairs])
+
+
+@cache
+def _side_stream() -> torch.cuda.Stream:
+    """Of this rank's GPU, for what the stream of the model must not wait for."""
+    return torch.cuda.Stream(device())  # type: ignore[no-untyped-call]
 
 
 def is_loss_of_a_rank(error: BaseException) -> bool:

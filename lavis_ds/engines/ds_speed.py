@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lavis_ds.config.schema import RunConfig
 from lavis_ds.models.layers import gathers_itself, repeated_layers
-from lavis_ds.optim.on_host import OnHost
+from lavis_ds.on_host import OnHost
 
 
 def gather_by_layer(module: nn.Module, zero: dict[str, Any], set_leaves: Callable[..., Any]) -> list[nn.Module]:

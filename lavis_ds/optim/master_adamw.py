@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw as adamw_function
 from torch.utils._triton import has_triton
 
 from lavis_ds.config.schema import RunConfig
-from lavis_ds.optim.on_host import OnHost
+from lavis_ds.on_host import OnHost
 from lavis_ds.optim.states import state_of
 
 _CHUNK_ELEMENTS = 2**28

@@ -18,7 +18,10 @@ from torch._C import _distributed_c10d
 _SAME_SIZES = ("all_reduce", "allreduce", "broadcast", "reduce_scatter", "all_gather_base", "allgather_base")
 """Operations that take tensors of the same sizes on all ranks."""
 
-_INSIDE = ("torch/distributed/", "torch/autograd/", "torch/utils/", "deepspeed/comm/", "deepspeed/utils/")
+_INSIDE = (
+    "torch/distributed/", "torch/autograd/", "torch/utils/", "deepspeed/comm/", "deepspeed/utils/",
+    "lavis_ds/distributed.py",
+)  # fmt: skip
 """Code that only passes a call on."""
 
 

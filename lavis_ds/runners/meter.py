@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 
 import torch
+from torch import Tensor
 
 from lavis_ds import distributed
 from lavis_ds.batch import Batch
 from lavis_ds.models.work import Amount
 from lavis_ds.runners.speed import Speed
-from lavis_ds.tasks.base import HostOutput, as_float
+from lavis_ds.tasks.base import StepOutput
 
 
-class GroupCounts:
-    """Counts of the micro-batches that make one optimizer step, over all ranks.
+class GroupSums:
+    """Counts of the micro-batches that make one optimizer step, on their way to becoming `GroupCounts`.
 
     Args:
         group: this rank's micro-batches.
@@ -42,11 +43,43 @@ class GroupCounts:
             sum(_num_views(b) for b in group),
             sum(_num_view_pairs(b) for b in group),
         ]
-        names = [counts.name for counts in group[0].by_dataset]
-        for number in range(len(names)):
+        self._names = [counts.name for counts in group[0].by_dataset]
+        for number in range(len(self._names)):
             local += [sum(b.by_dataset[number].num_samples for b in group)]
             local += [sum(b.by_dataset[number].num_tokens for b in group)]
-        totals = iter(distributed.sum_over_ranks(local))
+        self._sums = distributed.RankSums(local)
+
+    def loss_factor(self, num_ranks: int) -> float | Tensor:
+        """What a rank's sum of losses is multiplied by, if gradients are then averaged over so many ranks.
+
+        A scalar on the GPU where it takes other ranks to know.
+        """
+        weight = self._sums.on_device(0)
+        if not weight.is_cuda:
+            return num_ranks / (float(weight) or 1.0)
+        return (num_ranks / torch.where(weight == 0, 1.0, weight)).float()
+
+    def read(self) -> GroupCounts:
+        """The counts of all ranks."""
+        return GroupCounts(self._sums.tolist(), self._names)
+
+
+class GroupCounts:
+    """Counts of the micro-batches that make one optimizer step, over all ranks.
+
+    Args:
+        sums: what `GroupSums` adds up.
+        names: of the data sets.
+
+    Attributes:
+        divisor: of the sum of all losses.
+        stop: a rank was asked to stop.
+        save: a rank wants a checkpoint after the step.
+        is_writing: a rank still writes a checkpoint.
+    """
+
+    def __init__(self, sums: Iterable[float], names: Sequence[str]) -> None:
+        totals = iter(sums)
         weight, targets, tokens, samples, slots, stops, saves, writing, unusable, dropped = islice(totals, 10)
         self.amount = Amount(tokens, next(totals), targets, next(totals), next(totals))
         rest = list(totals)
@@ -83,21 +116,36 @@ def _num_view_pairs(batch: Batch) -> int:
     return sum(steps * (height * width) ** 2 for steps, height, width in batch.image_grids.tolist())
 
 
-def reduce_outputs(outputs: Sequence[HostOutput]) -> tuple[float, dict[str, float]]:
-    """Sum of the losses over micro-batches and ranks, and the means of all other metrics."""
-    names = sorted({name for output in outputs for name in output.metrics})
-    values = [sum(as_float(output.loss_sum) for output in outputs)]
-    for name in names:
-        pairs = [output.metrics.get(name, (0.0, 0.0)) for output in outputs]
-        values += [sum(as_float(total) for total, _ in pairs), sum(float(count) for _, count in pairs)]
-    loss, *rest = distributed.sum_over_ranks(values)
-    means = {name: rest[2 * i] / rest[2 * i + 1] for i, name in enumerate(names) if rest[2 * i + 1]}
-    return loss, means
+class OutputSums:
+    """What the micro-batches of one optimizer step gave, on its way to being summed over them and over ranks.
+
+    Args:
+        outputs: this rank's. Made before the last backward pass, they need not wait for that.
+    """
+
+    def __init__(self, outputs: Sequence[StepOutput]) -> None:
+        self._names = sorted({name for output in outputs for name in output.metrics})
+        values = [_sum(output.loss_sum for output in outputs)]
+        for name in self._names:
+            pairs = [output.metrics.get(name, (0.0, 0.0)) for output in outputs]
+            values += [_sum(total for total, _ in pairs), sum(float(count) for _, count in pairs)]
+        self._sums = distributed.RankSums(values)
+
+    def read(self) -> tuple[float, dict[str, float]]:
+        """Sum of the losses, and the means of all other metrics."""
+        loss, *rest = self._sums.tolist()
+        pairs = zip(self._names, rest[::2], rest[1::2], strict=True)
+        return loss, {name: total / count for name, total, count in pairs if count}
 
 
-def suspects(group: Sequence[Batch], outputs: Sequence[HostOutput]) -> tuple[list[int], list[str]]:
+def _sum(values: Iterable[Tensor | float]) -> Tensor | float:
+    """In float64."""
+    return sum(value.double() if isinstance(value, Tensor) else value for value in values)
+
+
+def suspects(group: Sequence[Batch], outputs: Sequence[StepOutput]) -> tuple[list[int], list[str]]:
     """Ranks whose own loss is not finite, or all where none is, and their samples. Called on all ranks."""
-    is_bad = not all(math.isfinite(as_float(output.loss_sum)) for output in outputs)
+    is_bad = not all(math.isfinite(output.loss_sum) for output in outputs)
     answers = distributed.gather_objects((is_bad, [name for batch in group for name in batch.sample_ids]))
     ranks = [rank for rank, (bad, _) in enumerate(answers) if bad] or list(range(len(answers)))
     return ranks, [name for rank in ranks for name in answers[rank][1]]

@@ -22,7 +22,7 @@ from lavis_ds.runners import checkpoint, checkpoint_files
 from lavis_ds.runners.job import Job
 from lavis_ds.runners.meter import suspects
 from lavis_ds.runners.state import TrainState
-from lavis_ds.tasks.base import HostOutput
+from lavis_ds.tasks.base import StepOutput
 
 _UNTOUCHED = "the weights were not changed by this step"
 
@@ -52,7 +52,7 @@ class NonFinite:
         self._say, self._join = say, join
         self._skipped_in_a_row = 0
 
-    def before_update(self, loss: float, group: Sequence[Batch], outputs: Sequence[HostOutput]) -> None:
+    def before_update(self, loss: float, group: Sequence[Batch], outputs: Sequence[StepOutput]) -> None:
         """Raises:
         NonFiniteError: the loss is not finite, and that ends the run.
         """
@@ -60,7 +60,7 @@ class NonFinite:
             raise self._failure("loss", loss, *suspects(group, outputs))
 
     def after_update(
-        self, loss: float, result: StepResult, group: Sequence[Batch], outputs: Sequence[HostOutput]
+        self, loss: float, result: StepResult, group: Sequence[Batch], outputs: Sequence[StepOutput]
     ) -> Mapping[str, float]:
         """What the step's metrics say of it; nothing, as a rule.
 

@@ -62,6 +62,10 @@ class Progress:
         shape = f"{batch.shape[0]} rows x {batch.shape[1]} tokens{pictures}"
         self._move(f"micro-batch {index + 1} of {len(group)}", self.place.step, self.place.samples, shape)
 
+    def add_up(self) -> None:
+        """The last backward pass has been told to the device; counts and losses of other ranks are waited for."""
+        self._move("adding up the losses of all ranks", self.place.step, self.place.samples, self.place.shape)
+
     def update_weights(self) -> None:
         self._move("updating the weights", self.place.step, self.place.samples, self.place.shape)
 

@@ -21,7 +21,7 @@ from lavis_ds.runners.evaluate import evaluate
 from lavis_ds.runners.gradient_check import GradientCheck
 from lavis_ds.runners.job import Job, writing
 from lavis_ds.runners.left_out import FrozenWeights
-from lavis_ds.runners.meter import GroupCounts, StepTimer, peak_memory_bytes, reduce_outputs
+from lavis_ds.runners.meter import GroupCounts, GroupSums, OutputSums, StepTimer, peak_memory_bytes
 from lavis_ds.runners.non_finite import NonFinite
 from lavis_ds.runners.observers.base import Observer, RunInfo
 from lavis_ds.runners.preflight import Preflight
@@ -31,6 +31,7 @@ from lavis_ds.runners.speed import Speed
 from lavis_ds.runners.state import TrainState
 from lavis_ds.runners.stop import StopRequest
 from lavis_ds.runners.watchdog import Watchdog
+from lavis_ds.tasks.base import StepOutput
 
 EXIT_DONE, EXIT_STOPPED = 0, 75
 
@@ -131,25 +132,29 @@ class TrainRunner:
                 timer.data_arrived()
                 self.progress.begin_step(state.step + 1, group)
                 epoch = int(state.epoch)
-                counts = GroupCounts(
+                sums = GroupSums(
                     group, stop=stop.requested, save=self._is_time_to_save(), is_writing=self.writer.is_busy()
                 )
-                if counts.unusable:
-                    unusable = [sample for batch in group for sample in batch.unusable]
-                    self.quarantine.add(state.step + 1, unusable, samples_seen=state.samples_seen)
-                outputs = []
+                outputs: list[StepOutput] = []
                 for index, batch in enumerate(group):
                     self.progress.micro_batch(index, group)
                     with engine.micro_batch(is_last=index == len(group) - 1):
                         output = self.task.train_step(engine, batch.to(engine.device))
-                        outputs.append(output.on_host())
-                        engine.backward(output.loss_sum * (engine.data_parallel_size / counts.divisor))
+                        outputs.append(output.detached())
+                        if index == len(group) - 1:
+                            totals = OutputSums(outputs)
+                        engine.backward(output.loss_sum * sums.loss_factor(engine.data_parallel_size))
+                self.progress.add_up()
+                counts = sums.read()
+                if counts.unusable:
+                    unusable = [sample for batch in group for sample in batch.unusable]
+                    self.quarantine.add(state.step + 1, unusable, samples_seen=state.samples_seen)
                 if gradients is not None:
                     self._say(gradients.finish(has_pictures=any(batch.image_index.numel() for batch in group)))
                     gradients = None
-                self.progress.update_weights()
-                loss_sum, metrics = reduce_outputs(outputs)
+                loss_sum, metrics = totals.read()
                 loss = loss_sum / counts.divisor
+                self.progress.update_weights()
                 self.non_finite.before_update(loss, group, outputs)
                 lr = self.schedule(state.step, self.schedule_shape)
                 settings = self.model.before_step(state.step + 1)

@@ -5,25 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
-import torch
 from torch import Tensor, nn
 
 from lavis_ds.batch import Batch
 from lavis_ds.config.schema import TaskConfig
 from lavis_ds.data.conversation import Conversation
-from lavis_ds.optim.on_host import OnHost
 
 Forward = Callable[[Batch], tuple[Tensor, ...]]
 """A forward pass with gradients: the engine."""
-
-
-class HostOutput(NamedTuple):
-    """The numbers of a `StepOutput`."""
-
-    loss_sum: OnHost
-    metrics: Mapping[str, tuple[OnHost | float, float]]
 
 
 @dataclass(frozen=True)
@@ -49,13 +40,13 @@ class StepOutput:
         """
         return replace(self.with_metric(name, mean, count), loss_sum=self.loss_sum + weight * count * mean)
 
-    def on_host(self) -> HostOutput:
-        """Its numbers on their way to the host. Asked for before the backward pass, they need not wait for that."""
+    def detached(self) -> StepOutput:
+        """Its numbers without what they were made of."""
         metrics = {
-            name: (OnHost(total) if isinstance(total, Tensor) else total, count)
+            name: (total.detach() if isinstance(total, Tensor) else total, count)
             for name, (total, count) in self.metrics.items()
         }
-        return HostOutput(OnHost(self.loss_sum), metrics)
+        return StepOutput(self.loss_sum.detach(), metrics)
 
     def with_metric(self, name: str, mean: Tensor, count: float) -> StepOutput:
         """Add a metric that is a mean over `count` things."""
@@ -124,8 +115,3 @@ class Task(ABC):
     def summarize(self, sums: Mapping[str, tuple[float, float]]) -> dict[str, float]:
         """Totals over the whole split -> metrics; means unless a task knows better."""
         return {name: total / count for name, (total, count) in sorted(sums.items()) if count}
-
-
-def as_float(value: Tensor | OnHost | float) -> float:
-    """A scalar as a Python number."""
-    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)

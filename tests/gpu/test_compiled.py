@@ -97,7 +97,7 @@ def test_one_kernel_updates_as_pytorch_does() -> None:
 
 
 def test_a_number_is_read_before_later_work_is_done() -> None:
-    from lavis_ds.optim.on_host import OnHost
+    from lavis_ds.on_host import OnHost
 
     matrix = torch.randn(8192, 8192, device="cuda")
     value = matrix[0, 0] * 2

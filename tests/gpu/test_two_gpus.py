@@ -60,6 +60,33 @@ def assert_close(lines: Lines, reference: Lines, tolerance: float) -> None:
     assert max(differences) < tolerance
 
 
+# ---- sums ------------------------------------------------------------------------------------------------------------
+
+
+def sums_before_later_work() -> tuple[list[float], float, bool]:
+    """Sums over ranks, one of them on the device, and whether they came before what was queued after them."""
+    import torch
+
+    from lavis_ds import distributed
+
+    distributed.initialize(SECONDS)
+    device = distributed.device()
+    matrix, value = torch.randn(4096, 4096, device=device), torch.tensor(0.5, device=device)
+    distributed.RankSums([1.0]).tolist()  # NCCL makes its connections
+    sums = distributed.RankSums([distributed.global_rank() + 1.0, value, 2**40 + 1])
+    for _ in range(0 if ON_CPU else 200):
+        matrix = (matrix @ matrix).clamp(-1, 1)
+    later = torch.cuda.Event() if torch.cuda.is_available() else None
+    if later is not None:
+        later.record()
+    return sums.tolist(), float(sums.on_device(1)), later is None or not later.query()
+
+
+def test_the_host_reads_sums_before_later_work_is_done() -> None:
+    found = run_ranks(sums_before_later_work, 2, timeout_s=120, join_group=False, cpu_only=False)
+    assert found == [([3.0, 1.0, 2**41 + 2], 1.0, True)] * 2
+
+
 # ---- every stage, float32 and bf16 -----------------------------------------------------------------------------------
 
 

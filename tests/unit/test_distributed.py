@@ -63,6 +63,9 @@ def test_a_single_process_forms_a_group_of_one_and_leaves_it() -> None:
 def test_collectives_of_one_rank_need_no_group() -> None:
     distributed.barrier()
     assert distributed.sum_over_ranks([1, 2.5]) == [1, 2.5]
+    sums = distributed.RankSums([1, torch.tensor(2.5, requires_grad=True), 2**40 + 1])
+    assert sums.tolist() == [1.0, 2.5, 2**40 + 1]
+    assert float(sums.on_device(1)) == 2.5
     value = object()
     assert distributed.broadcast_object(value) is value
     assert distributed.gather_objects(value) == [value]

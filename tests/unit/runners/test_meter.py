@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from lavis_ds.batch import Batch, DatasetCounts, Unusable
 from lavis_ds.models.work import Amount, Work
 from lavis_ds.runners import meter, speed
-from lavis_ds.runners.meter import GroupCounts, StepTimer, reduce_outputs
+from lavis_ds.runners.meter import GroupSums, OutputSums, StepTimer
 from lavis_ds.runners.speed import Speed
 from lavis_ds.tasks.base import StepOutput
 
@@ -28,40 +29,60 @@ GROUP = [batch(2, 8, targets=5, tokens=12, samples=2), batch(2, 16, targets=7, t
 
 
 def test_counts_are_sums_over_micro_batches() -> None:
-    counts = GroupCounts(GROUP, stop=False)
+    counts = GroupSums(GROUP, stop=False).read()
     assert (counts.targets, counts.tokens, counts.samples, counts.stop) == (12, 24, 3, False)
     assert counts.padding_fraction == pytest.approx(1 - 24 / 48)
 
 
-def test_counts_are_sums_over_ranks_in_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[list[float]] = []
+class Sums:
+    """Of two ranks; `other` is what the other one has."""
 
-    def of_two_ranks(values: list[float]) -> list[float]:
-        calls.append(list(values))
-        return [
-            a + b for a, b in zip(values, [4, 8, 6, 5, 52, 1, 0, 1, 2, 3, 7, 8, 9, 5, 6], strict=True)
-        ]  # the other rank was asked to stop
+    other: list[float]
+    asked: ClassVar[list[list[float]]] = []
 
-    monkeypatch.setattr(meter.distributed, "sum_over_ranks", of_two_ranks)
-    counts = GroupCounts(GROUP, stop=False, save=True)
+    def __init__(self, values: list[float]) -> None:
+        self.asked.append([float(value) for value in values])
+        self._sums = [a + b for a, b in zip(self.asked[-1], self.other, strict=True)]
+
+    def on_device(self, index: int) -> torch.Tensor:
+        return torch.tensor(self._sums[index])
+
+    def tolist(self) -> list[float]:
+        return self._sums
+
+
+@pytest.fixture
+def two_ranks(monkeypatch: pytest.MonkeyPatch) -> type[Sums]:
+    monkeypatch.setattr(meter.distributed, "RankSums", Sums)
+    Sums.asked.clear()
+    return Sums
+
+
+def test_counts_are_sums_over_ranks_in_one_collective(two_ranks: type[Sums]) -> None:
+    two_ranks.other = [4, 8, 6, 5, 52, 1, 0, 1, 2, 3, 7, 8, 9, 5, 6]  # the other rank was asked to stop
+    sums = GroupSums(GROUP, stop=False, save=True)
+    counts = sums.read()
     assert (counts.targets, counts.tokens, counts.samples) == (20, 30, 8)
     assert (counts.stop, counts.save, counts.is_writing) == (True, True, True)
     assert counts.padding_fraction == pytest.approx(0.7)
     assert (counts.divisor, counts.unusable, counts.dropped_turns, counts.by_dataset) == (10, 2, 3, {"d": (8, 30)})
-    assert calls == [[6, 12, 24, 3, 48, 0, 1, 0, 0, 0, 0, 0, 0, 3, 24]]
+    assert sums.loss_factor(2) == 2 / 10
+    assert two_ranks.asked == [[6, 12, 24, 3, 48, 0, 1, 0, 0, 0, 0, 0, 0, 3, 24]]
     assert counts.amount == Amount(30, 7, 20, 8, 9)
 
 
 def test_a_step_of_unusable_samples_only_divides_by_one() -> None:
     empty = replace(GROUP[0], target_weight=0.0, unusable=(Unusable("a", None, "broken"),))
-    counts = GroupCounts([empty], stop=False)
+    sums = GroupSums([empty], stop=False)
+    counts = sums.read()
+    assert sums.loss_factor(1) == 1.0
     assert (counts.divisor, counts.metrics()["data/unusable_samples"]) == (1.0, 1)
 
 
 def test_shares_of_datasets_are_told_where_there_are_several() -> None:
     two = replace(GROUP[0], by_dataset=(DatasetCounts("a", 2, 9, 3.0), DatasetCounts("b")))
-    assert "data/samples/d" not in GroupCounts(GROUP, stop=False).metrics()
-    metrics = GroupCounts([two], stop=False).metrics()
+    assert "data/samples/d" not in GroupSums(GROUP, stop=False).read().metrics()
+    metrics = GroupSums([two], stop=False).read().metrics()
     assert {key: metrics[key] for key in metrics if "/a" in key or "/b" in key} == {
         "data/samples/a": 2,
         "data/tokens/a": 9,
@@ -71,7 +92,7 @@ def test_shares_of_datasets_are_told_where_there_are_several() -> None:
 
 
 def test_this_rank_was_asked_to_stop() -> None:
-    assert GroupCounts(GROUP, stop=True).stop
+    assert GroupSums(GROUP, stop=True).read().stop
 
 
 def test_metrics_are_means_over_what_they_count_not_means_of_means() -> None:
@@ -79,28 +100,20 @@ def test_metrics_are_means_over_what_they_count_not_means_of_means() -> None:
         StepOutput(torch.tensor(6.0), {"accuracy": (torch.tensor(3.0), 3), "only_here": (1.0, 4)}),
         StepOutput(torch.tensor(2.0), {"accuracy": (torch.tensor(0.0), 1), "nothing": (0.0, 0)}),
     ]
-    assert reduce_outputs([output.on_host() for output in outputs]) == (8.0, {"accuracy": 0.75, "only_here": 0.25})
+    assert OutputSums(outputs).read() == (8.0, {"accuracy": 0.75, "only_here": 0.25})
 
 
-def test_outputs_are_summed_over_ranks_in_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-
-    def twice(values: list[float]) -> list[float]:
-        calls.append(values)
-        return [2 * v for v in values]
-
-    monkeypatch.setattr(meter.distributed, "sum_over_ranks", twice)
-    assert reduce_outputs([StepOutput(torch.tensor(6.0), {"a": (1.0, 4), "b": (2.0, 4)}).on_host()]) == (
-        12.0,
-        {"a": 0.25, "b": 0.5},
-    )
-    assert len(calls) == 1
+def test_outputs_are_summed_over_ranks_in_one_collective(two_ranks: type[Sums]) -> None:
+    two_ranks.other = [6.0, 3.0, 4, 2.0, 4]
+    sums = OutputSums([StepOutput(torch.tensor(6.0), {"a": (1.0, 4), "b": (torch.tensor(2.0), 4)})])
+    assert sums.read() == (12.0, {"a": 0.5, "b": 0.5})
+    assert two_ranks.asked == [[6.0, 1.0, 4, 2.0, 4]]
 
 
 def test_times(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 11.0, 14.0, 20.0, 20.5, 22.0])
     monkeypatch.setattr(meter.time, "perf_counter", lambda: next(clock))
-    counts = GroupCounts([replace(GROUP[0], num_tokens=40, sample_ids=("s",) * 8)], stop=False)
+    counts = GroupSums([replace(GROUP[0], num_tokens=40, sample_ids=("s",) * 8)], stop=False).read()
     timer = StepTimer(Speed(Work(), "fp32"))  # 10
     timer.data_arrived()  # 11
     assert timer.finish(counts) == {  # 14
@@ -131,8 +144,8 @@ def test_operations_of_a_step() -> None:
         image_index=torch.arange(3),
     )
     blank = replace(batch, image_index=torch.arange(0))
-    assert GroupCounts([batch], stop=False).amount == Amount(10, 50, 3, 12, 72)
-    assert GroupCounts([batch, blank], stop=False).amount == Amount(20, 100, 6, 12, 72)
+    assert GroupSums([batch], stop=False).read().amount == Amount(10, 50, 3, 12, 72)
+    assert GroupSums([batch, blank], stop=False).read().amount == Amount(20, 100, 6, 12, 72)
 
 
 def test_share_of_the_peak(monkeypatch: pytest.MonkeyPatch) -> None:

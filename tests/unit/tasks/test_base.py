@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lavis_ds.config.schema import TaskConfig
-from lavis_ds.tasks.base import EvalOutput, StepOutput, Task, as_float
+from lavis_ds.tasks.base import EvalOutput, StepOutput, Task
 
 
 def test_with_loss_adds_weight_times_count_times_mean() -> None:
@@ -43,7 +43,7 @@ def test_with_metric_leaves_the_loss_and_other_metrics_alone() -> None:
     output = first.with_metric("b", torch.tensor(0.25), count=8)
     assert float(output.loss_sum) == 10.0
     assert output.metrics["a"] == (1.0, 2)
-    assert as_float(output.metrics["b"][0]) == 2.0
+    assert float(output.metrics["b"][0]) == 2.0
     assert set(first.metrics) == {"a"}
 
 
@@ -67,8 +67,3 @@ def test_a_task_knows_no_baselines_unless_it_says_so() -> None:
     task = Counting(TaskConfig(name="counting"))
     assert task.compares_with_training is False
     assert task.baselines([], []) == {}
-
-
-def test_as_float() -> None:
-    assert as_float(torch.tensor(2.5, requires_grad=True)) == 2.5
-    assert as_float(3) == 3.0

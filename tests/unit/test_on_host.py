@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from lavis_ds.optim.on_host import OnHost
+from lavis_ds.on_host import OnHost
 
 
 def test_the_value_is_that_of_the_moment() -> None:
@@ -11,3 +11,4 @@ def test_the_value_is_that_of_the_moment() -> None:
     with torch.no_grad():
         value.add_(1)
     assert float(held) == 2.5
+    assert OnHost(torch.tensor([1.0, 2.0])).tensor().tolist() == [1.0, 2.0]

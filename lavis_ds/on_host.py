@@ -1,4 +1,4 @@
-"""A number that the host reads without waiting for what the device was told to do afterwards."""
+"""Numbers that the host reads without waiting for what the device was told to do afterwards."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 
 class OnHost:
-    """A scalar on its way to the host.
+    """A small tensor on its way to the host.
 
     Reading a tensor waits for everything that is queued by then; this waits for what was queued before it was made.
 
     Args:
-        value: a scalar on any device.
+        value: on any device; filled when the current stream gets there.
     """
 
     def __init__(self, value: Tensor) -> None:
@@ -24,7 +24,11 @@ class OnHost:
             self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._arrived.record()
 
-    def __float__(self) -> float:
+    def tensor(self) -> Tensor:
+        """It, on the CPU."""
         if self._arrived is not None:
             self._arrived.synchronize()
-        return float(self._value)
+        return self._value
+
+    def __float__(self) -> float:
+        return float(self.tensor())
