@@ -142,6 +142,12 @@ class DataConfig(Config):
     pack_length: int | None = Field(
         None, ge=8, description="tokens of a packed row; model.max_txt_len where left out, and never less"
     )
+    pack_views: int | None = Field(
+        None,
+        ge=1,
+        description="views in a packed row: pictures, their tiles, or at native resolution their patches; any number "
+        "where left out",
+    )
     plan_window: int = Field(
         8192, ge=1, description="neighbours in the random order, in samples, that are grouped or packed together"
     )
@@ -154,6 +160,12 @@ class DataConfig(Config):
     worker_timeout_s: int = Field(
         300, ge=1, description="seconds after which a data-loading process that gives no batch ends the run"
     )
+
+    @model_validator(mode="after")
+    def _views_are_of_packs(self) -> DataConfig:
+        if self.pack_views is not None and self.batching != "packed":
+            raise ValueError(f"pack_views is for batching: packed, and batching is {self.batching}")
+        return self
 
 
 class TaskConfig(NamedConfig):

@@ -37,10 +37,17 @@ class TokenCounts:
 
     def tokens(self, keys: Keys) -> NDArray[np.int64]:
         """Tokens of each of `keys`."""
+        return self._column(keys, 0)
+
+    def views(self, keys: Keys) -> NDArray[np.int64]:
+        """Views of pictures of each of `keys`."""
+        return self._column(keys, 1)
+
+    def _column(self, keys: Keys, column: int) -> NDArray[np.int64]:
         result = np.empty(len(keys), np.int64)
         for number, counts in enumerate(self.of):
             chosen = keys.dataset == number
-            result[chosen] = counts[keys.index[chosen], 0]
+            result[chosen] = counts[keys.index[chosen], column]
         return result
 
     def at(self, key: SampleKey) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lavis_ds.data import cache
 from lavis_ds.data.lengths import TokenCounts
-from lavis_ds.data.order import SampleKey, SampleOrder
+from lavis_ds.data.order import Keys, SampleKey, SampleOrder
 from lavis_ds.data.packing import best_fit
 from lavis_ds.data.shuffle import permuted
 from lavis_ds.errors import ConfigError
@@ -111,7 +111,9 @@ class GroupedRows(RowPlan):
 
 
 class PackedRows(RowPlan):
-    """Rows of up to `capacity` tokens, filled with whole samples; the rows of a window come in random order.
+    """Rows of up to `capacity` tokens, and `max_views` views of pictures, filled with whole samples.
+
+    The rows of a window come in random order.
 
     How many rows each window has must be known to find a step, and the last one for the schedule. All windows are
     planned once for it, about 1.5 s for a million samples, and the numbers are kept on disk.
@@ -122,6 +124,7 @@ class PackedRows(RowPlan):
         counts: tokens of every sample.
         capacity: tokens of a row.
         window: samples packed together.
+        max_views: views of a row; any number where left out. A sample with more shares its row with such as have none.
         total: samples until the end; None where `num_steps` is given.
         num_steps: optimizer steps until the end.
     """
@@ -134,12 +137,13 @@ class PackedRows(RowPlan):
         capacity: int,
         window: int,
         *,
+        max_views: int | None = None,
         total: int | None = None,
         num_steps: int | None = None,
     ) -> None:
         self.order, self.rows_a_step, self.counts = order, rows_a_step, counts
-        self.capacity, self.window, self.total = capacity, window, total
-        made_from = [order.sizes, order.quotas, order.seed, order.shuffle, counts.digest, capacity, window]
+        self.capacity, self.window, self.max_views, self.total = capacity, window, max_views, total
+        made_from = [order.sizes, order.quotas, order.seed, order.shuffle, counts.digest, capacity, window, max_views]
         wanted = None if num_steps is None else num_steps * rows_a_step
         made = cache.arrays(
             "packs", cache.fingerprint(made_from, total, wanted), lambda: {"rows": self._count_rows(wanted)}
@@ -155,6 +159,8 @@ class PackedRows(RowPlan):
 
     def describe(self) -> dict[str, Any]:
         packs = {"batching": "packed", "pack_length": self.capacity, "plan_window": self.window}
+        if self.max_views is not None:
+            packs["pack_views"] = self.max_views
         return {**super().describe(), **packs, "token_counts": self.counts.digest}
 
     def _row(self, number: int) -> Row:
@@ -163,12 +169,15 @@ class PackedRows(RowPlan):
         return rows[number - int(self._ends[window]) + len(rows)]
 
     def _plan(self, window: int) -> list[Row]:
-        start, stop = self._span(window)
-        keys = self.order.keys(start, stop)
-        bins = best_fit(self.counts.tokens(keys), self.capacity)
+        keys = self.order.keys(*self._span(window))
+        bins = self._bins(keys)
         return [
             tuple(keys[i] for i in sorted(bins[number])) for number in _shuffled(len(bins), self.order.seed, window)
         ]
+
+    def _bins(self, keys: Keys) -> list[list[int]]:
+        views = None if self.max_views is None else self.counts.views(keys)
+        return best_fit(self.counts.tokens(keys), self.capacity, views, self.max_views)
 
     def _span(self, window: int) -> tuple[int, int]:
         start, stop = window * self.window, (window + 1) * self.window
@@ -183,7 +192,7 @@ class PackedRows(RowPlan):
             if left <= 0:
                 break
             keys = self.order.keys(*self._span(window))
-            numbers.append(len(best_fit(self.counts.tokens(keys), self.capacity)))
+            numbers.append(len(self._bins(keys)))
             left -= numbers[-1]
         return np.array(numbers, np.int64)
 

@@ -54,7 +54,8 @@ def row_plan(config: RootConfig, data: EncodedDataset, rows_a_step: int) -> tupl
         return GroupedRows(order, rows_a_step, total, counts, options.plan_window), counts
     capacity = options.pack_length or config.model.max_txt_len
     steps = {"total": total} if total else {"num_steps": run.max_steps}
-    return PackedRows(order, rows_a_step, counts, capacity, options.plan_window, **steps), counts
+    views = options.pack_views
+    return PackedRows(order, rows_a_step, counts, capacity, options.plan_window, max_views=views, **steps), counts
 
 
 def count_tokens(config: RootConfig, data: EncodedDataset) -> TokenCounts:

@@ -97,7 +97,8 @@ def layouts(
     if lengths:
         yield of("grouped", GroupedRows(order, rows, total, counts, window))
     for length in lengths:
-        yield of("packed", PackedRows(order, rows, counts, length, window, total=total), length)
+        views = config.data.pack_views
+        yield of("packed", PackedRows(order, rows, counts, length, window, max_views=views, total=total), length)
 
 
 def _cost(work: Work, counts: TokenCounts) -> Callable[[Row], float]:

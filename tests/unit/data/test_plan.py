@@ -94,6 +94,17 @@ class TestPackedRows:
         assert max(tokens) <= CAPACITY
         assert sum(tokens) / (len(tokens) * CAPACITY) > 0.85  # lengths near the capacity and windows of 50: 0.90
 
+    def test_rows_have_no_more_views_than_they_may(self) -> None:
+        lengths, plan = counts(), make("packed", max_views=2)
+        views = [sum(lengths.at(key)[1] for key in row) for rows in everything(plan) for row in rows]
+        alone = [lengths.at(row[0])[1] for rows in everything(plan) for row in rows if len(row) == 1]
+        assert max(views) == 3  # of samples that have so many by themselves
+        assert views.count(3) <= sum(int((array[:, 1] == 3).sum()) for array in lengths.of) * 3
+        assert alone
+        assert {"pack_views": 2}.items() <= plan.describe().items()
+        assert "pack_views" not in make("packed").describe()
+        assert plan.num_steps > make("packed").num_steps
+
     def test_a_number_of_steps_goes_through_as_many_epochs_as_it_takes(self) -> None:
         plan = make("packed", total=None, num_steps=30)
         assert plan.num_steps == 30

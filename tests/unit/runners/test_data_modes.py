@@ -113,6 +113,11 @@ def test_packed_rows_must_hold_any_sample(project: Path, capsys: Any) -> None:
     assert "data.pack_length (100) is less than model.max_txt_len (256)" in capsys.readouterr().err
 
 
+def test_a_budget_of_views_is_for_packed_rows(project: Path, capsys: Any) -> None:
+    assert train(project, "views", "data.pack_views=4") == 2
+    assert "pack_views is for batching: packed, and batching is padded" in capsys.readouterr().err
+
+
 def test_lengths_that_change_every_epoch_cannot_be_planned(project: Path, capsys: Any) -> None:
     processor = "datasets.words.text_processor={name: chat, turns: independent, shuffle_turns: true}"
     assert train(project, "drawn", "data.batching=packed", processor) == 2

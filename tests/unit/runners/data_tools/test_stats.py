@@ -61,6 +61,24 @@ def test_padding_is_that_of_the_loader(
     assert found["num_steps"] == found["num_steps_seen"] == steps
 
 
+def test_views_have_a_budget_of_their_own(project: Path, command: Command, encoded: Any) -> None:
+    """Two pictures a row, of samples with none, one and two."""
+    options = ["data.batching=packed", "data.pack_length=300", "data.pack_views=2", "run.batch_size_train=2"]
+    made, free = encoded(project, *options), encoded(project, *options, "data.pack_views=null")
+    rows, most = [], []
+    for found in (made, free):
+        plan, _ = step_plan.row_plan(found.config, found.data, 4)
+        steps = StepPlan(plan, 1, 1, 0)
+        batches = list(BatchLoader(found.data, steps, found.collator, range(steps.num_steps), 0, False, 10))
+        rows.append(sum(batch.num_samples > 0 for batch in batches))
+        most.append(max(len(batch.images) for batch in batches if batch.images is not None))
+    assert most[0] == 2 < most[1]
+    assert rows[0] > rows[1]
+    layouts = numbers(command, project, "--pack-lengths", 300, "--options", *options)["layouts"]
+    packed = next(layout for layout in layouts if layout["batching"] == "packed")
+    assert packed["padding"] == pytest.approx(real_padding(made, 1)[0], abs=1e-12)
+
+
 def test_tokens_pictures_and_targets(project: Path, command: Command, encoded: Any) -> None:
     data = encoded(project).data
     tiny, words = numbers(command, project)["datasets"]
