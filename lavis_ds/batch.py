@@ -169,6 +169,11 @@ class Batch:
         """Called by PyTorch's DataLoader; makes the copy to the GPU asynchronous."""
         return self._map(lambda tensor: tensor.pin_memory())
 
+    @staticmethod
+    def is_large(tensor: Tensor) -> bool:
+        """Whether it does not travel to another process inside the message."""
+        return tensor.nbytes > _SMALL_BYTES
+
     def __getstate__(self) -> dict[str, Any]:
         """Small tensors travel to another process inside the message: a shared-memory segment each would cost more."""
         return {f.name: _packed(getattr(self, f.name)) for f in fields(self)}
@@ -183,5 +188,5 @@ class Batch:
 
 
 def _packed(value: Any) -> Any:
-    small = isinstance(value, Tensor) and value.device.type == "cpu" and value.nbytes <= _SMALL_BYTES
+    small = isinstance(value, Tensor) and value.device.type == "cpu" and not Batch.is_large(value)
     return value.numpy() if small else value

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import get_worker_info
 
 from lavis_ds.batch import (
     IGNORE_INDEX,
@@ -157,7 +155,7 @@ class Collator:
         pictures = [row.images for row in rows if row.images.shape[0]]
         if not pictures:
             return torch.zeros(((self.merge_size or 1) ** 2, *self.image_shape), dtype=torch.uint8)
-        return torch.cat(pictures, out=_shared(sum(p.shape[0] for p in pictures), self.image_shape))
+        return torch.cat(pictures)
 
     def _grids(self, rows: Sequence[Sample]) -> Tensor | None:
         if self.merge_size is None:
@@ -201,15 +199,6 @@ class Collator:
 
 def _misfit(sample: Sample, what: str, **details: str) -> SampleError:
     return SampleError.about(sample.id, DataError(what, where=sample.id, **details))
-
-
-def _shared(count: int, image_shape: tuple[int, ...]) -> Tensor | None:
-    """In a data-loading process, memory that the trainer sees, so that pictures are not copied there once more."""
-    if get_worker_info() is None:
-        return None
-    new_shared: Any = torch.UntypedStorage._new_shared  # as PyTorch's own default_collate does
-    pixels = torch.empty(0, dtype=torch.uint8).set_(new_shared(count * math.prod(image_shape)))
-    return pixels.view(count, *image_shape)
 
 
 def _join(samples: Sequence[Sample]) -> Sample:

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from lavis_ds.batch import Batch, Unusable
 from lavis_ds.data.dataset import EncodedDataset
+from lavis_ds.data.hand_over import Handed, Slots
 from lavis_ds.data.order import SampleKey
 from lavis_ds.errors import DataError, LavisError, SampleError
 from lavis_ds.host_memory import keep_freed_memory
@@ -54,6 +55,7 @@ class SupervisedBatches(Iterator[Batch]):
         sampler: Any = None,
     ) -> None:
         self._watch, self._timeout_s = watch, timeout_s
+        self._slots = Slots(num_workers) if num_workers else None
         loader = DataLoader(
             batches,
             batch_size=None,
@@ -63,12 +65,12 @@ class SupervisedBatches(Iterator[Batch]):
             # Whatever the process's default: forks share the annotations with their parent and are there at once.
             multiprocessing_context="fork" if num_workers else None,
             pin_memory=pin_memory,
-            collate_fn=_unchanged,
+            collate_fn=_unchanged if self._slots is None else self._slots.put,
             worker_init_fn=_start_worker,
             generator=torch.Generator(),  # else a loader's start draws from the global one, and a resumed run differs
         )
         with _keeping_sigchld():
-            self._batches: Iterator[Batch | LavisError] = iter(loader)
+            self._batches: Iterator[Batch | Handed | LavisError] = iter(loader)
         self._end = weakref.finalize(self, _end_workers, self._batches)
         self._end.atexit = False
         # PyTorch and multiprocessing end workers at exit by SIGTERM, which ours ignore, and wait for them: come before.
@@ -97,7 +99,8 @@ class SupervisedBatches(Iterator[Batch]):
         started = time.monotonic()
         while True:
             try:
-                return next(self._batches)
+                found = next(self._batches)
+                return found.take() if isinstance(found, Handed) else found
             except (RuntimeError, EOFError, OSError) as error:  # a batch of a dead worker fails in many ways
                 if self._has_dead_workers():
                     what = "a data-loading process died."
