@@ -176,7 +176,10 @@ class DeepSpeedEngine:
             for key, value in scaler_state.items():
                 if hasattr(self._loss_scaler, key):
                     setattr(self._loss_scaler, key, value)
-        return restore(self.fragments(), stored, weights, kept)
+        fresh = restore(self.fragments(), stored, weights, kept)
+        if isinstance(self._engine.basic_optimizer, deepspeed.ops.adam.DeepSpeedCPUAdam):
+            _count_up(self._engine.basic_optimizer)
+        return fresh
 
     def _unrounded(self, module: nn.Module) -> dict[str, tuple[int, Tensor]]:
         """This rank's stretches of what trains, but for bundles that are still in shares."""
@@ -302,3 +305,17 @@ def _cpu_adam(groups: list[dict[str, Any]], run: RunConfig) -> torch.optim.Optim
         groups, lr=run.init_lr, betas=run.optimizer.betas, eps=run.optimizer.eps, adamw_mode=True
     )
     return optimizer
+
+
+def _count_up(optimizer: Any) -> None:
+    """Let DeepSpeed's AdamW for the host count the steps that a checkpoint has, one after the other.
+
+    It multiplies the powers of its betas up from step to step. At a step that does not follow the last one it would
+    take a power, which is rounded otherwise, and the run would go on 1e-7 off.
+    """
+    options, nothing = optimizer.defaults, [torch.zeros(1) for _ in range(4)]
+    steps = max((int(state["step"]) for state in optimizer.state.values() if "step" in state), default=0)
+    for step in range(1, steps + 1):
+        optimizer.ds_opt_adam.adam_update(
+            optimizer.opt_id, step, 0.0, *options["betas"], options["eps"], 0.0, options["bias_correction"], *nothing
+        )

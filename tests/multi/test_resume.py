@@ -26,17 +26,21 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 CASES = [
-    *((2, engine) for engine in ("zero2", "zero3", "torch")),
-    *(pytest.param(2, engine, marks=pytest.mark.slow) for engine in ("zero0", "zero1")),
+    *((2, engine) for engine in ("zero2", "zero3", "torch", "zero3_offload")),
+    *(pytest.param(2, engine, marks=pytest.mark.slow) for engine in ("zero0", "zero1", "zero2_offload")),
     *(pytest.param(1, engine, marks=pytest.mark.slow) for engine in ("zero0", "zero1", "zero2", "zero3", "torch")),
 ]
+OF_PRESET = "run.deepspeed_config={preset: %s}"
 
 
 @pytest.mark.parametrize(("ranks", "engine"), CASES)
 def test_killed_in_epoch_2_and_resumed_equals_uninterrupted(ranks: int, engine: str, project: Path) -> None:
-    options = (
-        ["run.engine=torch"] if engine == "torch" else [f"run.deepspeed_config.zero_optimization.stage={engine[-1]}"]
-    )
+    if engine == "torch":
+        options = ["run.engine=torch"]
+    elif engine.endswith("offload"):
+        options = [OF_PRESET % engine]
+    else:
+        options = [f"run.deepspeed_config.zero_optimization.stage={engine[-1]}"]
     options.append(f"run.batch_size_train={4 // ranks}")
     output = project.parent / "output"
     whole, broken = f"{engine}_{ranks}_whole", f"{engine}_{ranks}_broken"
