@@ -33,7 +33,7 @@ class Slots:
 
     Args:
         num_workers: their number.
-        slot_bytes: a batch with larger tensors, and one that finds no free slot, goes the way of PyTorch.
+        slot_bytes: a larger batch, one that finds no free slot, and one with small tensors only go the way of PyTorch.
     """
 
     _all: ClassVar[WeakValueDictionary[int, Slots]] = WeakValueDictionary()
@@ -52,15 +52,15 @@ class Slots:
         worker = get_worker_info()
         if not isinstance(item, Batch) or worker is None:
             return item
-        tensors = {
-            f.name: t for f in fields(item) if isinstance(t := getattr(item, f.name), Tensor) and item.is_large(t)
-        }
+        tensors = {f.name: t for f in fields(item) if isinstance(t := getattr(item, f.name), Tensor)}
+        if not any(map(item.is_large, tensors.values())):
+            return item  # inside the message it is there sooner
         places, size = dict[str, _Place](), 0
         for name, tensor in tensors.items():
             places[name] = _Place(tensor.dtype, tuple(tensor.shape), size, size + tensor.nbytes)
             size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
         free = [slot for slot in range(len(self._memory[worker.id])) if not self._is_taken[worker.id, slot]]
-        if not tensors or not free or size > self._slot_bytes:
+        if not free or size > self._slot_bytes:
             return item
         memory = self._memory[worker.id][free[0]]
         for name, tensor in tensors.items():
@@ -114,14 +114,14 @@ class _Place:
 
 @dataclass(frozen=True)
 class Handed:
-    """A batch whose large tensors lie in a slot.
+    """A batch whose tensors lie in a slot.
 
     Attributes:
         slots: number of the `Slots`.
         worker: number of the process.
         slot: of the process's.
         size: bytes used in it.
-        rest: the batch without those tensors.
+        rest: the batch without them.
         places: of the tensors, by their names in the batch.
     """
 
