@@ -79,8 +79,13 @@ def bundled(stage: int, recomputed: bool) -> tuple[list[int], dict[str, torch.Te
     return [len(list(layer.parameters())) for layer in layers], gradients, weights
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("stage", "recomputed"),
+    [
+        (1, False), (2, True), (3, False), (3, True),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((1, True), (2, False))),
+    ],
+)  # fmt: skip
 def test_gradients_and_steps_are_those_of_separate_parameters(stage: int, recomputed: bool) -> None:
     """Measured: gradients below 3e-8, weights 4e-9."""
     model = Model()

@@ -19,7 +19,7 @@ def samples(cfg: Path, job: str) -> list[list[str]]:
     return [line["data/sample_ids"] for line in metrics(cfg.parent / "output" / job)]
 
 
-@pytest.fixture(scope="module", params=["packed", "grouped"])
+@pytest.fixture(scope="module", params=["packed", pytest.param("grouped", marks=pytest.mark.slow)])
 def project(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two datasets mixed three to one, with windows that straddle epochs."""
     data = {"batching": request.param, "plan_window": 10}
